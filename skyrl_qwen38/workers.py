@@ -1,0 +1,45 @@
+"""SkyRL's Megatron policy worker, patched before anything of it is built.
+
+Importing this module prepares the process, because the import of SkyRL's worker below needs it prepared: on a machine
+without a GPU the CPU redirections come first, then the patch that supplies two names to Megatron-Bridge. Ray imports
+it when it creates the actor. The other patches are applied when the worker is constructed.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+from skyrl_qwen38 import patching
+from skyrl_qwen38.config import DEVICE_VARIABLE, MASTER_PORT_VARIABLE
+from skyrl_qwen38.patches import ALL_PATCHES, IMPORT_TIME_PATCHES
+
+if os.environ.get(DEVICE_VARIABLE) == "cpu":
+    from skyrl_qwen38 import cpu
+
+    cpu.install()
+patching.apply(IMPORT_TIME_PATCHES, "trainer", patching.patch_flags_from_environment(IMPORT_TIME_PATCHES))
+
+from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import MegatronPolicyWorkerBase  # noqa: E402
+
+
+class PolicyWorker(MegatronPolicyWorkerBase):
+    """Applies the patches of ``cfg.qwen38.patches``, then is SkyRL's Megatron policy worker."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        settings = kwargs["cfg"].qwen38
+        self._patch_reports = patching.apply(ALL_PATCHES, "trainer", vars(settings.patches), settings)
+        super().__init__(**kwargs)
+
+    def patch_reports(self) -> list[patching.PatchReport]:
+        """The verdict on every trainer patch in this process."""
+        return self._patch_reports
+
+    @staticmethod
+    def _get_free_port() -> int:
+        # SkyRL takes any free port; MASTER_PORT of the user, checked by the driver, wins.
+        wanted = int(os.environ.get(MASTER_PORT_VARIABLE, "0"))
+        with socket.socket() as free:
+            free.bind(("", wanted))
+            return free.getsockname()[1]
