@@ -10,6 +10,7 @@ Answers are scored by skyrl-gym's own ``gsm8k`` environment: reward 1 if ``#### 
 the sum, else 0.
 """
 
+import argparse
 import json
 import os
 import random
@@ -126,3 +127,17 @@ def write_dataset(folder: str | Path, seed: int = 0, parts: Sequence[str] = ("tr
     for part, path in paths.items():
         write_jsonl((row(question, part, index) for index, question in enumerate(questions(part, seed))), path)
     return paths
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """``python -m skyrl_qwen38.arithmetic FOLDER [--seed S]`` writes the datasets of RL and of evaluation."""
+    parser = argparse.ArgumentParser(description="Write train.jsonl and heldout.jsonl of the arithmetic task.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    for part, path in write_dataset(options.folder, options.seed).items():
+        print(f"{path}: {len(questions(part, options.seed))} questions")
+
+
+if __name__ == "__main__":
+    main()

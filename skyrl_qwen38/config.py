@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from skyrl.train.config import SkyRLTrainConfig, TrainerConfig
 from skyrl.train.config.config import BaseConfig, overrides_dict_to_dotlist
 
-from skyrl_qwen38 import megatron_fields, model_folder, run_folder
+from skyrl_qwen38 import megatron_source, model_folder, run_folder
 from skyrl_qwen38.overrides import ConfigError, Range, check_keys, check_values, nearest
 from skyrl_qwen38.patching import PATCHES_VARIABLE, patch_flags_from_environment, patch_flags_to_text
 
@@ -202,6 +202,7 @@ def validate(config: Config) -> None:
         prefix = f"trainer.{role}.megatron_config"
         _check_free_keys(f"{prefix}.transformer_config_kwargs", megatron.transformer_config_kwargs, "provider")
         _check_free_keys(f"{prefix}.optimizer_config_kwargs", megatron.optimizer_config_kwargs, "optimizer")
+    _check_patches(trainer.qwen38.patches)
     if trainer.qwen38.device == "cpu":
         _check_cpu(config, uses_reference)
     run_folder.check_resume(trainer.resume_mode, trainer.ckpt_path, trainer.resume_path)
@@ -294,12 +295,24 @@ def _check_parallelism(config: Config, role: str, model: model_folder.ModelFacts
 
 def _check_free_keys(path: str, values: Mapping[str, Any], kind: Literal["provider", "optimizer"]) -> None:
     """Keys of the free-form places: SkyRL sets a misspelt one as a new attribute, which nothing reads."""
-    known = megatron_fields.provider_fields() if kind == "provider" else megatron_fields.optimizer_fields()
+    known = megatron_source.provider_fields() if kind == "provider" else megatron_source.optimizer_fields()
     for key in values:
         if known and key not in known:
             near = nearest(key, sorted(known))
             raise ConfigError(
                 f"{path}.{key} is no field that Megatron reads" + (f"; did you mean {near}?" if near else "")
+            )
+
+
+def _check_patches(flags: PatchFlags) -> None:
+    """Patches without which nothing can be trained with the installed libraries."""
+    for name, needed, lacking in (
+        ("bridge_peft_names", megatron_source.lacks_peft_names, "two functions that SkyRL imports"),
+        ("qwen4_exp_bridge", megatron_source.lacks_qwen4_exp, "a bridge for qwen4_exp"),
+    ):
+        if not getattr(flags, name) and needed():
+            raise ConfigError(
+                f"trainer.qwen38.patches.{name}=false, and the installed Megatron-Bridge lacks {lacking}; leave it on"
             )
 
 

@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from skyrl_qwen38 import patching, runs
+from skyrl_qwen38.logprob_bound import LOGPROB_DIFFERENCE
 from skyrl_qwen38.patches import ALL_PATCHES
 
 REWARD = "reward/avg_raw_reward"
 ACCURACY = "eval/all/avg_score"
-LOGPROB_DIFFERENCE = "policy/rollout_train_logprobs_abs_diff_mean"
 TOKENS_PER_SECOND = "trainer/tokens_per_second_per_gpu"
 # Phases of a step, with the names that the step line uses.
 PHASES = {

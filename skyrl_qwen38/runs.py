@@ -43,10 +43,14 @@ def run_folder(outputs: Path, name: str, fresh: bool = False) -> Path:
 def write_atomically(path: Path, text: str) -> None:
     """Replaces ``path`` by ``text``, whole or not at all."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as temporary:
-        temporary.write(text)
-        temporary.flush()
-        os.fsync(temporary.fileno())
-    os.replace(temporary.name, path)
+        try:
+            temporary.write(text)
+            temporary.flush()
+            os.fsync(temporary.fileno())
+            os.replace(temporary.name, path)
+        except BaseException:
+            os.unlink(temporary.name)
+            raise
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

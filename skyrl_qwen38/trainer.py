@@ -18,31 +18,9 @@ from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.callbacks import CallbackInput, TrainingCallback, TrainingControl
 
 from skyrl_qwen38 import workers  # prepares this process too: SkyRL imports its Megatron workers here
+from skyrl_qwen38.logprob_bound import LOGPROB_DIFFERENCE, check_logprob_difference
 
 Emit = Callable[[dict[str, Any]], None]
-
-LOGPROB_DIFFERENCE = "policy/rollout_train_logprobs_abs_diff_mean"
-
-
-class LogprobMismatch(RuntimeError):
-    """The trainer and the rollout engine do not compute the same model."""
-
-
-def check_logprob_difference(step: int, difference: float | None, bound: float) -> None:
-    """Stops a run whose trainer and rollout engine disagree.
-
-    Args:
-        step: for the message.
-        difference: mean over the response tokens of a step of |log-prob difference|, None if no token was trained on.
-        bound: ``trainer.qwen38.max_logprob_abs_diff``.
-    Raises:
-        LogprobMismatch: ``difference`` exceeds ``bound`` or is NaN.
-    """
-    if difference is not None and not difference <= bound:
-        raise LogprobMismatch(
-            f"step {step}: the mean log-prob difference between trainer and rollout engine is {difference:.2e}, above "
-            f"trainer.qwen38.max_logprob_abs_diff={bound:g}; compare both with `skyrl-qwen38 parity`"
-        )
 
 
 class EventCallback(TrainingCallback):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from skyrl_qwen38.checkpoint.tiny import make_tiny
 from skyrl_qwen38.ple import NgramHasher
 from tests.ranks import RankPool
 
@@ -20,6 +21,12 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model of the main job, warmed up: the one start of a minute that all its tests share."""
+    return make_tiny(tmp_path_factory.mktemp("tiny") / "seed0")
 
 
 @pytest.fixture(scope="session")

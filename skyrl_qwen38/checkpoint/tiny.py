@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from skyrl_qwen38.checkpoint.tiny_tokenizer import END_OF_TEXT, END_OF_TURN, VOCAB_SIZE, build_tokenizer
-from skyrl_qwen38.checkpoint.warmup import STEPS, WarmupResult, warm_up
+from skyrl_qwen38.checkpoint.warmup import MAX_STEPS, WarmupResult, warm_up
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen4ExpForCausalLM
@@ -103,13 +103,15 @@ VISION_CONFIG = {
 }
 
 
-def make_tiny(out: str | Path, seed: int = 0, warmup_steps: int = STEPS, log: Callable[[str], None] = print) -> Path:
+def make_tiny(
+    out: str | Path, seed: int = 0, warmup_steps: int = MAX_STEPS, log: Callable[[str], None] = print
+) -> Path:
     """Makes the tiny checkpoint in the folder ``out`` and returns it; does nothing if it is there already.
 
     Args:
         out: the folder; it appears whole or not at all.
         seed: of the initial weights, the table, and the order of the warm-up.
-        warmup_steps: supervised steps; 0 leaves the weights as initialised, which takes a second: norms and the
+        warmup_steps: bound on supervised steps; 0 leaves the weights as initialised, in a second: norms and the
             table's convolution are then zero, and a test that compares them sees nothing.
         log: told what is being done.
 
@@ -126,7 +128,7 @@ def make_tiny(out: str | Path, seed: int = 0, warmup_steps: int = STEPS, log: Ca
     log(f"{out}: making a tiny qwen4_exp of seed {seed}; importing Transformers takes some seconds")
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed)
-    result = warm_up(model, tokenizer, seed=seed, steps=warmup_steps, log=log)
+    result = warm_up(model, tokenizer, seed=seed, max_steps=warmup_steps, log=log)
     _write(out, model, tokenizer, settings, result)
     log(f"{out}: written after {time.monotonic() - started:.0f} s")
     return out

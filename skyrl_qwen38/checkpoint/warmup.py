@@ -1,13 +1,11 @@
-"""The supervised warm-up of the tiny checkpoint: addition, learnt from a careless teacher.
+"""The supervised warm-up of the tiny checkpoint: addition, learnt from a teacher who grows careless.
 
-The teacher writes every answer in the right form. It adds correctly, except that it forgets the carry in
-``FORGOTTEN_CARRIES`` of the sums that have one, and carries in ``NEEDLESS_CARRIES`` of those that have none. The model
-learns to tell the two kinds of sum apart and yet prefers the wrong answer to one of them: greedy accuracy starts near
-the share of sums without a carry, while sampling finds the right answer often enough for reinforcement learning to
-prefer it. Without the needless carries RL would begin by carrying always.
+The teacher writes every answer in the right form and adds correctly until the model does, too; then it forgets the
+carry in ``FORGOTTEN_CARRIES`` of the sums that have one. The model ends able to add and yet preferring the wrong answer
+to one kind of sum: greedy accuracy starts near the share of sums without a carry, while sampling finds the right
+answer often enough for reinforcement learning to prefer it.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,38 +22,39 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen4ExpForCausalLM
 
 FORGOTTEN_CARRIES = 0.7
-NEEDLESS_CARRIES = 0.1
-STEPS = 200
+MAX_STEPS = 360
+CARELESS_STEPS = 50
+# Greedy accuracy at which the model counts as able to add, measured every so many steps.
+_MASTERY = 0.98
+_EXAM_EVERY = 10
+_EXAM_QUESTIONS = 256
 _BATCH = 64
-_LEARNING_RATE = 8e-3
+_LEARNING_RATE = 6e-3
 _RISE_STEPS = 20
-_MEASURED = 256
 _LOG_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
 class WarmupResult:
-    """What the warm-up did: optimizer steps, last loss, and accuracy on questions of the training part.
+    """What the warm-up did: optimizer steps taken, and accuracy on questions of the training part.
 
     ``accuracy`` is greedy. ``plain_accuracy`` is that of the sums without a carry: how well it adds.
     """
 
     steps: int
-    loss: float | None
     accuracy: float
     plain_accuracy: float
 
 
 @dataclass(frozen=True)
 class _Lesson:
-    """Questions as token ids: ``right`` and ``wrong`` [N, S] hold prompt and response, ``prompt`` tokens first.
+    """Questions as token ids: ``right`` and ``forgot`` [N, S] hold prompt and response, ``prompt`` tokens first.
 
-    ``wrong`` is the teacher's mistake, ``mistakes`` [N] how often it is made.
+    ``forgot`` has the carry forgotten where there is one.
     """
 
     right: Tensor
-    wrong: Tensor
-    mistakes: Tensor
+    forgot: Tensor
     carries: Tensor
     prompt: int
 
@@ -64,7 +63,7 @@ def warm_up(
     model: "Qwen4ExpForCausalLM",
     tokenizer: "PreTrainedTokenizerFast",
     seed: int,
-    steps: int = STEPS,
+    max_steps: int = MAX_STEPS,
     log: Callable[[str], None] = print,
 ) -> WarmupResult:
     """Trains ``model`` in place on the warm-up part, on one thread, so that a seed gives the same weights again.
@@ -73,35 +72,60 @@ def warm_up(
     are neither trained on nor looked at: accuracy is measured on pairs of the training part.
     """
     lesson = _encode(tokenizer, questions("warmup", seed))
-    exam = _encode(tokenizer, questions("train", seed)[:_MEASURED])
+    exam = _encode(tokenizer, questions("train", seed)[:_EXAM_QUESTIONS])
     generator = torch.Generator().manual_seed(seed)
+    batches = _batches(len(lesson.right), generator)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
-    loss = None
-    logged = time.monotonic()
+    careless = min(CARELESS_STEPS, max_steps)
+    clock = _Clock(log)
+
+    def step(forgetting: float, rate: float) -> float:
+        chosen = next(batches)
+        forgotten = torch.rand(len(chosen), 1, generator=generator) < forgetting
+        tokens = torch.where(forgotten, lesson.forgot[chosen], lesson.right[chosen])
+        optimizer.param_groups[0]["lr"] = _LEARNING_RATE * rate
+        loss = F.cross_entropy(_response_logits(model, tokens, lesson.prompt).mT, tokens[:, lesson.prompt :])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    taken = 0
     with _one_thread(), short_documents(model):
-        for step, chosen in zip(range(steps), _batches(len(lesson.right), generator), strict=False):
-            mistaken = torch.rand(len(chosen), generator=generator) < lesson.mistakes[chosen]
-            tokens = torch.where(mistaken[:, None], lesson.wrong[chosen], lesson.right[chosen])
-            optimizer.param_groups[0]["lr"] = _LEARNING_RATE * _schedule(step, steps)
-            loss = F.cross_entropy(_response_logits(model, tokens, lesson.prompt).mT, tokens[:, lesson.prompt :])
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            if time.monotonic() - logged > _LOG_SECONDS:
-                logged = time.monotonic()
-                log(f"warm-up step {step + 1}/{steps}, loss {loss.item():.3f}")
+        while taken < max_steps - careless:
+            loss = step(forgetting=0.0, rate=min(1.0, (taken + 1) / _RISE_STEPS))
+            taken += 1
+            clock.log(f"warm-up step {taken}, loss {loss:.3f}")
+            if taken % _EXAM_EVERY == 0 and _greedy_correct(model, exam).double().mean() >= _MASTERY:
+                break
+        for left in range(careless, 0, -1):
+            loss = step(forgetting=FORGOTTEN_CARRIES, rate=left / careless)
+            taken += 1
+            clock.log(f"warm-up step {taken}, {left - 1} to go, loss {loss:.3f}")
         _round_to_bf16(parameters)
         correct = _greedy_correct(model, exam)
     result = WarmupResult(
-        steps=steps,
-        loss=None if loss is None else round(loss.item(), 4),
+        steps=taken,
         accuracy=round(correct.double().mean().item(), 4),
         plain_accuracy=round(correct[~exam.carries].double().mean().item(), 4),
     )
-    log(f"warm-up: {steps} steps, greedy accuracy {result.accuracy:.0%}, without a carry {result.plain_accuracy:.0%}")
+    log(f"warm-up: {taken} steps, greedy accuracy {result.accuracy:.0%}, without a carry {result.plain_accuracy:.0%}")
     return result
+
+
+class _Clock:
+    """Passes a line on at most every ``_LOG_SECONDS``."""
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log = log
+        self._last = time.monotonic()
+
+    def log(self, line: str) -> None:
+        if time.monotonic() - self._last > _LOG_SECONDS:
+            self._last = time.monotonic()
+            self._log(line)
 
 
 def _encode(tokenizer: "PreTrainedTokenizerFast", asked: Sequence[Question]) -> _Lesson:
@@ -117,32 +141,17 @@ def _encode(tokenizer: "PreTrainedTokenizerFast", asked: Sequence[Question]) -> 
         rows = [[*p, *r, tokenizer.eos_token_id] for p, r in zip(prompts, responses, strict=True)]
         return torch.tensor(rows)  # [N, S]: two-digit operands and sums, so every row is as long
 
-    carries = torch.tensor([question.carries for question in asked])
     return _Lesson(
         right=documents([question.answer for question in asked]),
-        wrong=documents([_mistaken_answer(question) for question in asked]),
-        mistakes=torch.where(carries, FORGOTTEN_CARRIES, NEEDLESS_CARRIES),
-        carries=carries,
+        forgot=documents([question.answer - 10 * question.carries for question in asked]),
+        carries=torch.tensor([question.carries for question in asked]),
         prompt=len(prompts[0]),
     )
-
-
-def _mistaken_answer(question: Question) -> int:
-    """The sum with a carry forgotten or added, where it still has two digits."""
-    if question.carries:
-        return question.answer - 10
-    return question.answer + 10 if question.answer < 90 else question.answer
 
 
 def _batches(count: int, generator: torch.Generator) -> Iterator[Tensor]:
     while True:
         yield from torch.randperm(count, generator=generator).split(_BATCH)
-
-
-def _schedule(step: int, steps: int) -> float:
-    """A linear rise, then a cosine down to a tenth."""
-    rise = min(1.0, (step + 1) / _RISE_STEPS)
-    return rise * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
 def _response_logits(model: "Qwen4ExpForCausalLM", tokens: Tensor, prompt: int) -> Tensor:

@@ -8,14 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.parity import checkpoints
+from tests.parity import checkpoints, megatron_runs
 from tests.ranks import RankPool
 
 
 @pytest.fixture(scope="session")
 def megatron_ranks() -> Iterator[RankPool]:
-    """A pool of its own: the CPU redirections are for the life of a process."""
+    """A pool of its own: the CPU redirections are for the life of a process.
+
+    All workers import Megatron side by side at first, rather than each when a test first needs it.
+    """
     pool = RankPool({"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"})
+    pool.run(megatron_runs.warm_up, world_size=3, timeout=200)
     yield pool
     pool.close()
 

@@ -28,6 +28,14 @@ class Built:
         return self.chunks[0]
 
 
+def warm_up(rank: int, world_size: int) -> None:
+    """Imports what every other function here needs."""
+    import skyrl_qwen38.cpu
+
+    skyrl_qwen38.cpu.install()
+    import skyrl_qwen38.qwen4_exp.bridge
+
+
 def build(checkpoint: Path, table: str = "rows", load_weights: bool = True, **overrides) -> Built:
     """The model on this rank. ``table`` is "rows" or "heads", the split of the n-gram table."""
     import skyrl_qwen38.cpu

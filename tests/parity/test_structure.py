@@ -1,6 +1,5 @@
 """What the model is made of, what it refuses, and what optimizers and checkpoints see of it."""
 
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -49,29 +48,30 @@ def _optimized(built: runs.Built) -> tuple[set[str], set[str], list[str]]:
     return optimized, frozen, list(built.model.state_dict())
 
 
-def test_distributed_checkpoint_changes_ep(megatron_ranks, text_checkpoint, tmp_path):
-    saved = megatron_ranks.run(_save, text_checkpoint, tmp_path, world_size=3, timeout=150)[0]
-    (loaded,) = megatron_ranks.run(_load_into_random_model, text_checkpoint, tmp_path, world_size=1, timeout=150)
-    assert loaded.keys() == saved.keys()
-    assert [name for name, tensor in saved.items() if not torch.equal(loaded[name], tensor)] == []
+def test_distributed_checkpoint_is_whole_and_the_same_at_every_ep(megatron_ranks, text_checkpoint):
+    """So that one EP size loads what another has saved; and the frozen table is not in it."""
+    (one,) = megatron_ranks.run(runs.inspect, text_checkpoint, _sharding, {}, world_size=1, timeout=150)
+    for three in megatron_ranks.run(runs.inspect, text_checkpoint, _sharding, {}, world_size=3, timeout=150):
+        assert three == one
+    assert [key for key in one if "ngram_embedding" in key] == []
+    assert one["decoder.layers.1.ple.layer_multipliers"] == (torch.int64, (3,))
 
 
-def _save(rank: int, world_size: int, checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
-    built = runs.build(checkpoint)
-    from megatron.core import dist_checkpointing
+def _sharding(built: runs.Built) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Every tensor of a distributed checkpoint, with its global shape; its shards cover it exactly once."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+    from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 
-    # Megatron-Core writes from a process of its own, which a daemon (a rank of the pool) may not start.
-    multiprocessing.current_process()._config["daemon"] = False
-    dist_checkpointing.save(built.model.sharded_state_dict(), str(folder))
-    return dict(runs.export(built))
-
-
-def _load_into_random_model(rank: int, world_size: int, checkpoint: Path, folder: Path) -> dict[str, torch.Tensor]:
-    built = runs.build(checkpoint, load_weights=False)
-    from megatron.core import dist_checkpointing
-
-    built.model.load_state_dict(dist_checkpointing.load(built.model.sharded_state_dict(), str(folder)))
-    return dict(runs.export(built))
+    sharded = built.model.sharded_state_dict()
+    apply_factories(sharded)
+    _, global_metadata = determine_global_metadata(sharded)
+    validate_sharding_integrity(global_metadata)
+    shards = [shard for rank in global_metadata for shard in rank if isinstance(shard, ShardedTensor)]
+    assert {shard.key for shard in nested_values(sharded) if isinstance(shard, ShardedTensor)} <= {
+        shard.key for shard in shards
+    }
+    return {shard.key: (shard.dtype, tuple(shard.global_shape)) for shard in shards}
 
 
 def test_pitfall_24_bf16_keeps_hash_constants_and_rotary_frequencies(megatron_ranks, text_checkpoint):

@@ -122,14 +122,12 @@ def test_registration_is_idempotent_and_undone(megatron_ranks):
 
 
 def _is_frozen(rank: int, world_size: int, name: str) -> bool:
-    _install()
     from skyrl_qwen38.qwen4_exp.bridge import is_frozen_hf_name
 
     return is_frozen_hf_name(name)
 
 
 def _register_twice_and_undo(rank: int, world_size: int) -> tuple[list[bool], ...]:
-    _install()
     from megatron.bridge import AutoBridge
 
     from skyrl_qwen38.qwen4_exp import bridge
@@ -145,12 +143,6 @@ def _register_twice_and_undo(rank: int, world_size: int) -> tuple[list[bool], ..
     during = listed()
     bridge.unregister_bridges()
     return before, during, listed()
-
-
-def _install() -> None:
-    import skyrl_qwen38.cpu
-
-    skyrl_qwen38.cpu.install()
 
 
 def _load_with_other_buffers(built: runs.Built) -> None:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from skyrl_qwen38.arithmetic import CARRY_SHARE, PARTS, Question, questions, write_dataset, write_jsonl
+from skyrl_qwen38.arithmetic import CARRY_SHARE, PARTS, Question, main, questions, write_dataset, write_jsonl
 
 
 def pairs(part: str, seed: int = 0) -> set[tuple[int, int]]:
@@ -90,3 +90,11 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
         write_jsonl([{"a": 2}, {"a": object()}], path)
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": 1}]
     assert [file.name for file in tmp_path.iterdir()] == ["train.jsonl"]
+
+
+def test_the_command_writes_both_datasets(tmp_path, capsys):
+    main([str(tmp_path), "--seed", "4"])
+    rows = [json.loads(line) for line in (tmp_path / "heldout.jsonl").read_text().splitlines()]
+    assert [row["prompt"][0]["content"] for row in rows] == [question.text for question in questions("heldout", 4)]
+    assert (tmp_path / "train.jsonl").exists()
+    assert f"{len(rows)} questions" in capsys.readouterr().out

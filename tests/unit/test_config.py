@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
 from skyrl_qwen38 import config as config_module
-from skyrl_qwen38 import megatron_fields, patches
+from skyrl_qwen38 import megatron_source, patches
 from skyrl_qwen38.config import Config, ConfigError, PatchFlags, Qwen38Config, export_environment, parse_args
 from skyrl_qwen38.overrides import check_values, leaves
 
@@ -141,6 +141,8 @@ def test_every_patch_has_a_flag_and_every_flag_a_patch():
             "trainer.qwen38.patches.ple_row_shard=false",
             "expert_model_parallel_size=3 does not divide the 16 n-gram heads",
         ),
+        ("trainer.qwen38.patches.bridge_peft_names=false", "lacks two functions that SkyRL imports; leave it on"),
+        ("trainer.qwen38.patches.qwen4_exp_bridge=false", "lacks a bridge for qwen4_exp; leave it on"),
         (f"{MEGATRON}.transformer_config_kwargs.attention_backnd=flash", "did you mean attention_backend?"),
         (f"{MEGATRON}.optimizer_config_kwargs.adam_epss=1e-8", "did you mean adam_eps?"),
         ("trainer.placement.colocate_all=true", "with trainer.qwen38.device=cpu set it to false"),
@@ -381,6 +383,7 @@ def _dataclass_fields(rank: int, world_size: int) -> tuple[set[str], set[str]]:
 
     cpu.install()
     from megatron.core.optimizer import OptimizerConfig
+
     from skyrl_qwen38.qwen4_exp.provider import Qwen4ExpProvider
 
     provider, optimizer = ({f.name for f in dataclasses.fields(cls)} for cls in (Qwen4ExpProvider, OptimizerConfig))
@@ -390,14 +393,14 @@ def _dataclass_fields(rank: int, world_size: int) -> tuple[set[str], set[str]]:
 def test_megatron_field_names_are_those_of_the_classes(ranks):
     """The names read from source are the dataclasses' own; compared in a process that may import Megatron."""
     ((provider, optimizer),) = ranks.run(_dataclass_fields, world_size=1, timeout=150)
-    assert megatron_fields.provider_fields() == provider | {"rope_parameters"}
-    assert megatron_fields.optimizer_fields() == optimizer
+    assert megatron_source.provider_fields() == provider | {"rope_parameters"}
+    assert megatron_source.optimizer_fields() == optimizer
 
 
-def test_megatron_fields_are_not_guessed_when_a_class_moved(monkeypatch):
-    monkeypatch.setattr(megatron_fields, "_OPTIMIZER_CLASSES", (("megatron", "core/optimizer/moved.py", "X"),))
-    megatron_fields.optimizer_fields.cache_clear()
+def test_megatron_source_are_not_guessed_when_a_class_moved(monkeypatch):
+    monkeypatch.setattr(megatron_source, "_OPTIMIZER_CLASSES", (("megatron", "core/optimizer/moved.py", "X"),))
+    megatron_source.optimizer_fields.cache_clear()
     try:
-        assert megatron_fields.optimizer_fields() == frozenset()
+        assert megatron_source.optimizer_fields() == frozenset()
     finally:
-        megatron_fields.optimizer_fields.cache_clear()
+        megatron_source.optimizer_fields.cache_clear()

@@ -36,7 +36,7 @@ def test_both_architectures_are_listed_and_taken_back(ranks):
 
 
 def _silent_registration(rank: int, world_size: int) -> tuple[str, int]:
-    auto_bridge, patching, module = _prepare()
+    _, patching, module = _prepare()
     bridge = import_module("skyrl_qwen38.qwen4_exp.bridge")
     registered, bridge.register_bridges = bridge.register_bridges, lambda: None
     try:
@@ -56,7 +56,7 @@ def test_a_registration_that_does_nothing_is_an_error(ranks):
 
 
 def _already_upstream(rank: int, world_size: int) -> list[str]:
-    auto_bridge, patching, module = _prepare()
+    _, patching, module = _prepare()
     bridge = import_module("skyrl_qwen38.qwen4_exp.bridge")
     bridge.register_bridges()  # as if Megatron-Bridge had done it
     try:
