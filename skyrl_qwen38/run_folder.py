@@ -38,7 +38,7 @@ def check_resume(resume_mode: str | None, ckpt_path: str, resume_path: str | Non
 
 def _refuse_other_owners(folder: Path, setting: str) -> None:
     me = os.getuid()
-    for root, folders, files in os.walk(folder):
+    for root, folders, files in os.walk(folder, followlinks=True):
         for path in (Path(root), *(Path(root, name) for name in (*folders, *files))):
             # stat, not lstat: a link is as trustworthy as what it leads to
             if path.exists() and (owner := path.stat().st_uid) != me:

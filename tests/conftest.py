@@ -18,7 +18,8 @@ TABLE_MODULE = "model.language_model.layers.1.ple.ple_embedding."
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
     """`ranks.run(function, *args, world_size=3)`: see `tests/ranks.py`."""
-    pool = RankPool()
+    # One pool for all tests: what costs seconds is the import of Megatron in each of its workers.
+    pool = RankPool({"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"})
     yield pool
     pool.close()
 

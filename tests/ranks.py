@@ -6,7 +6,8 @@
         assert ranks.run(gathers, 7, world_size=3) == [7, 7, 7]
 
 Workers are kept because importing torch and megatron-core costs seconds of CPU in each. Nothing outlives a run but the
-imported modules: every run has a process group of its own, destroyed afterwards with Megatron's groups.
+imported modules: every run has a process group of its own, destroyed afterwards with Megatron's groups, and patches
+that it applied are undone.
 """
 
 import contextlib
@@ -184,6 +185,10 @@ def _run(function: Callable, args: tuple, rank: int, world_size: int, rendezvous
     finally:
         if "megatron.core.parallel_state" in sys.modules:
             sys.modules["megatron.core.parallel_state"].destroy_model_parallel()
+        if "skyrl_qwen38.patching" in sys.modules:
+            patching = sys.modules["skyrl_qwen38.patching"]
+            for name in reversed(list(patching._applied)):
+                patching.undo(name)
         if dist.is_initialized():
             dist.destroy_process_group()
 

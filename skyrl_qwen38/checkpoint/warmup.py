@@ -6,6 +6,7 @@ to one kind of sum: greedy accuracy starts near the share of sums without a carr
 answer often enough for reinforcement learning to prefer it.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,14 +23,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen4ExpForCausalLM
 
 FORGOTTEN_CARRIES = 0.7
-MAX_STEPS = 360
-CARELESS_STEPS = 50
+MAX_STEPS = 260
+CARELESS_STEPS = 40
 # Greedy accuracy at which the model counts as able to add, measured every so many steps.
-_MASTERY = 0.98
-_EXAM_EVERY = 10
+_MASTERY = 0.97
+_EXAM_EVERY = 20
 _EXAM_QUESTIONS = 256
 _BATCH = 64
-_LEARNING_RATE = 6e-3
+_LEARNING_RATE = 8e-3
+_CARELESS_LEARNING_RATE = 2e-3
 _RISE_STEPS = 20
 _LOG_SECONDS = 3.0
 
@@ -78,13 +80,14 @@ def warm_up(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=_LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0)
     careless = min(CARELESS_STEPS, max_steps)
+    careful = max_steps - careless
     clock = _Clock(log)
 
-    def step(forgetting: float, rate: float) -> float:
+    def step(forgetting: float, learning_rate: float) -> float:
         chosen = next(batches)
         forgotten = torch.rand(len(chosen), 1, generator=generator) < forgetting
         tokens = torch.where(forgotten, lesson.forgot[chosen], lesson.right[chosen])
-        optimizer.param_groups[0]["lr"] = _LEARNING_RATE * rate
+        optimizer.param_groups[0]["lr"] = learning_rate
         loss = F.cross_entropy(_response_logits(model, tokens, lesson.prompt).mT, tokens[:, lesson.prompt :])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -94,14 +97,14 @@ def warm_up(
 
     taken = 0
     with _one_thread(), short_documents(model):
-        while taken < max_steps - careless:
-            loss = step(forgetting=0.0, rate=min(1.0, (taken + 1) / _RISE_STEPS))
+        while taken < careful:
+            loss = step(forgetting=0.0, learning_rate=_LEARNING_RATE * _schedule(taken, careful))
             taken += 1
             clock.log(f"warm-up step {taken}, loss {loss:.3f}")
             if taken % _EXAM_EVERY == 0 and _greedy_correct(model, exam).double().mean() >= _MASTERY:
                 break
         for left in range(careless, 0, -1):
-            loss = step(forgetting=FORGOTTEN_CARRIES, rate=left / careless)
+            loss = step(forgetting=FORGOTTEN_CARRIES, learning_rate=_CARELESS_LEARNING_RATE * left / careless)
             taken += 1
             clock.log(f"warm-up step {taken}, {left - 1} to go, loss {loss:.3f}")
         _round_to_bf16(parameters)
@@ -152,6 +155,12 @@ def _encode(tokenizer: "PreTrainedTokenizerFast", asked: Sequence[Question]) -> 
 def _batches(count: int, generator: torch.Generator) -> Iterator[Tensor]:
     while True:
         yield from torch.randperm(count, generator=generator).split(_BATCH)
+
+
+def _schedule(step: int, steps: int) -> float:
+    """A linear rise, then a cosine down to a tenth."""
+    rise = min(1.0, (step + 1) / _RISE_STEPS)
+    return rise * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
 def _response_logits(model: "Qwen4ExpForCausalLM", tokens: Tensor, prompt: int) -> Tensor:

@@ -9,30 +9,8 @@ import torch.distributed as dist
 
 from skyrl_qwen38.cpu import adam
 from skyrl_qwen38.cpu.rollout import RolloutClient
+from skyrl_qwen38.weight_sync import WeightSyncError, check_first_sync
 from skyrl_qwen38.workers import PolicyWorker
-
-
-class WeightSyncError(RuntimeError):
-    """The rollout engine does not hold the weights that the trainer sent."""
-
-
-def check_first_sync(report: dict[str, Any]) -> None:
-    """Every tensor of the engine was received or is declared frozen, and every one sent has its place.
-
-    Args:
-        report: of :meth:`skyrl_qwen38.cpu.rollout.TransformersEngine.load_weights`.
-    Raises:
-        WeightSyncError: with the names.
-    """
-    from skyrl_qwen38.qwen4_exp.bridge import is_frozen_hf_name  # imports megatron, which `workers` prepares
-
-    stale = [name for name in report["missing"] if not is_frozen_hf_name(name)]
-    if stale or report["unexpected"]:
-        raise WeightSyncError(
-            f"weight sync is incomplete: the engine holds {len(stale)} tensors that are not frozen and were not sent "
-            f"({', '.join(stale[:3]) or 'none'}), and {len(report['unexpected'])} tensors were sent that it does not "
-            f"hold ({', '.join(report['unexpected'][:3]) or 'none'}); the bridge's mapping_registry must cover them"
-        )
 
 
 class CpuPolicyWorker(PolicyWorker):
@@ -57,7 +35,7 @@ class CpuPolicyWorker(PolicyWorker):
             try:
                 report = await inference_engine_client.load_weights(weights)
                 if not self._sync_checked:
-                    check_first_sync(report)
+                    check_first_sync(report["missing"], report["unexpected"])
                 self._sync_checked = True
             except Exception as reason:
                 error = f"{reason}"

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from skyrl_qwen38.qwen4_exp.documents import ForwardContext
 
+_CHUNK = 64
+
 
 @contextmanager
 def _fla_not_required() -> Iterator[None]:
@@ -82,9 +84,11 @@ class Qwen4ExpGatedDeltaNet(GatedDeltaNet):
 
 def _gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor) -> tuple[Tensor, None]:
     """The chunked recurrence over ``[documents, L, heads, d]``: fla's kernel on its own devices, torch elsewhere."""
-    use_fla = query.is_cuda and mcore_gdn.chunk_gated_delta_rule is not None
-    rule = mcore_gdn.chunk_gated_delta_rule if use_fla else mcore_gdn.torch_chunk_gated_delta_rule
-    return rule(query, key, value, g=g, beta=beta, use_qk_l2norm_in_kernel=False)
+    if query.is_cuda and mcore_gdn.chunk_gated_delta_rule is not None:
+        return mcore_gdn.chunk_gated_delta_rule(query, key, value, g=g, beta=beta)
+    # The torch form pads to whole chunks: its default of 64 triples the work on documents of 20 tokens.
+    chunk = min(_CHUNK, query.shape[1])
+    return mcore_gdn.torch_chunk_gated_delta_rule(query, key, value, g=g, beta=beta, chunk_size=chunk)
 
 
 def _l2_norm(x: Tensor) -> Tensor:

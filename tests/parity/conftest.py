@@ -1,6 +1,5 @@
 """Fixtures of the parity tests: ranks that run Megatron on the CPU, tiny checkpoints, and Transformers' answers."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,15 +12,10 @@ from tests.ranks import RankPool
 
 
 @pytest.fixture(scope="session")
-def megatron_ranks() -> Iterator[RankPool]:
-    """A pool of its own: the CPU redirections are for the life of a process.
-
-    All workers import Megatron side by side at first, rather than each when a test first needs it.
-    """
-    pool = RankPool({"TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"})
-    pool.run(megatron_runs.warm_up, world_size=3, timeout=200)
-    yield pool
-    pool.close()
+def megatron_ranks(ranks: RankPool) -> RankPool:
+    """The pool, after all workers have imported Megatron side by side rather than each when a test first needs it."""
+    ranks.run(megatron_runs.warm_up, world_size=3, timeout=200)
+    return ranks
 
 
 @pytest.fixture(scope="session")

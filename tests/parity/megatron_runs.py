@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,17 +45,16 @@ def build(checkpoint: Path, table: str = "rows", load_weights: bool = True, **ov
     from megatron.bridge import AutoBridge
     from megatron.core import parallel_state, tensor_parallel
 
-    from skyrl_qwen38.ple import HeadShardedTable, RowShardedTable
-    from skyrl_qwen38.qwen4_exp import provider as provider_module
-    from skyrl_qwen38.qwen4_exp.bridge import register_bridges
+    from skyrl_qwen38 import patching
+    from skyrl_qwen38.patches import ple_row_shard, qwen4_exp_bridge
 
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=dist.get_world_size(), distributed_timeout_minutes=1
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    register_bridges()
-    split = {"rows": RowShardedTable, "heads": HeadShardedTable}[table]
-    provider_module.build_ple_table = lambda source, hasher, group: split.load(source, hasher, group=group)
+    flags = {"ple_row_shard": table == "rows"}
+    settings = SimpleNamespace(ple=SimpleNamespace(storage="auto"))
+    patching.apply([qwen4_exp_bridge.PATCH, ple_row_shard.PATCH], "trainer", flags, settings)
 
     bridge = AutoBridge.from_hf_pretrained(str(checkpoint))
     provider = bridge.to_megatron_provider(load_weights=load_weights)

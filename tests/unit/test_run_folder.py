@@ -31,17 +31,22 @@ def test_a_first_start_has_no_folder_yet(tmp_path):
     run_folder.check_resume("latest", str(tmp_path / "new"), None)
 
 
-@pytest.mark.parametrize("foreign", ["run", "run/global_step_2", "run/global_step_2/trainer_state.pt"])
-def test_a_folder_or_file_of_another_user_is_refused(run, foreign, monkeypatch):
+def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `path` look like another user's, also through a link to it."""
     stat = Path.stat
 
-    def foreign_stat(path: Path, **kwargs: bool) -> os.stat_result:
-        result = list(stat(path, **kwargs))
-        if path == run.parent / foreign:
+    def foreign_stat(self: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        result = list(stat(self, follow_symlinks=follow_symlinks))
+        if os.path.realpath(self) == str(path) if follow_symlinks else self == path:
             result[4] = os.getuid() + 1
         return os.stat_result(result)
 
     monkeypatch.setattr(Path, "stat", foreign_stat)
+
+
+@pytest.mark.parametrize("foreign", ["run", "run/global_step_2", "run/global_step_2/trainer_state.pt"])
+def test_a_folder_or_file_of_another_user_is_refused(run, foreign, monkeypatch):
+    give_away(run.parent / foreign, monkeypatch)
     with pytest.raises(ConfigError, match=rf"trainer\.ckpt_path: .*{Path(foreign).name} belongs to user id"):
         run_folder.check_resume("latest", str(run), None)
 
@@ -51,8 +56,8 @@ def test_a_link_is_judged_by_what_it_leads_to(run, tmp_path, monkeypatch):
     outside.write_bytes(b"")
     (run / "global_step_2" / "data.pt").symlink_to(outside)
     run_folder.check_resume("latest", str(run), None)
-    monkeypatch.setattr(os, "getuid", lambda: outside.stat().st_uid + 1)
-    with pytest.raises(ConfigError, match="belongs to user id"):
+    give_away(outside, monkeypatch)
+    with pytest.raises(ConfigError, match=r"data\.pt belongs to user id"):
         run_folder.check_resume("latest", str(run), None)
 
 

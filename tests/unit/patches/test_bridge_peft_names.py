@@ -4,14 +4,14 @@ from importlib import import_module
 
 import pytest
 import torch
+
+from skyrl_qwen38 import patching
 from skyrl_qwen38.patches.bridge_peft_names import (
     PATCH,
     _sum_over_expert_parallel,
     enable_expert_parallel_grad_sync_in_finalize,
     finalize_model_grads_with_expert_adapter_sync,
 )
-
-from skyrl_qwen38 import patching
 
 EP = 2
 IN, OUT, RANK = 6, 4, 2
