@@ -34,6 +34,7 @@ POLICY=trainer.policy.megatron_config
 echo "[set-up] importing SkyRL"
 exec $PYTHON -m skyrl.train.entrypoints.main_base trainer.override_entrypoint=skyrl_qwen38.entrypoints.grpo \
   trainer.qwen38.device=cpu trainer.qwen38.run_dir="$RUN" trainer.qwen38.max_logprob_abs_diff=1e-5 trainer.bf16=false \
+  trainer.qwen38.distributed_timeout_minutes=3 \
   trainer.policy.model.path="$MODEL" trainer.policy.language_model_only=true \
   generator.inference_engine.language_model_only=true trainer.seed="$SEED" \
   data.train_data="['$DATA/train.jsonl']" data.val_data="['$DATA/heldout.jsonl']" \
@@ -45,7 +46,7 @@ exec $PYTHON -m skyrl.train.entrypoints.main_base trainer.override_entrypoint=sk
   trainer.use_expandable_segments=false trainer.enable_ray_gpu_monitor=false \
   generator.inference_engine.enable_ray_prometheus_stats=false generator.inference_engine.num_engines=1 \
   trainer.algorithm.advantage_estimator=grpo trainer.algorithm.use_kl_loss=false \
-  trainer.epochs=100 trainer.max_training_steps=25 trainer.train_batch_size=48 trainer.policy_mini_batch_size=48 \
+  trainer.epochs=100 trainer.max_training_steps=20 trainer.train_batch_size=48 trainer.policy_mini_batch_size=48 \
   trainer.micro_train_batch_size_per_gpu=128 trainer.micro_forward_batch_size_per_gpu=128 \
   trainer.policy.optimizer_config.lr=1e-3 trainer.policy.optimizer_config.num_warmup_steps=0 \
   generator.batched=true generator.n_samples_per_prompt=8 trainer.max_prompt_length=16 generator.max_input_length=16 \

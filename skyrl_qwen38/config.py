@@ -66,6 +66,8 @@ class Qwen38Config(BaseConfig):
     """The run stops when the mean over a step's tokens of |training log-prob - rollout log-prob| exceeds this. The two
     differ by rounding only; more means that the trainer and the engine no longer compute the same model. The default
     suits bf16 on the tiny model; fp32 reaches 1e-7, so fp32 recipes set 1e-5."""
+    distributed_timeout_minutes: int = 10
+    """A collective of the model-parallel groups that takes longer stops the run; SkyRL leaves Megatron's 30 minutes."""
     run_dir: str = "outputs/run"
     """Folder that gets `metrics.jsonl`, `summary.json` and the plot."""
     patches: PatchFlags = field(default_factory=PatchFlags)
@@ -115,6 +117,7 @@ DOCUMENTED_TYPES: Mapping[str, Any] = {
 
 RANGES: tuple[Range, ...] = (
     Range("trainer.qwen38.max_logprob_abs_diff", 0, low_open=True),
+    Range("trainer.qwen38.distributed_timeout_minutes", 1),
     *(
         Range(pattern, 1)
         for pattern in (

@@ -22,8 +22,6 @@ def run_folder(outputs: Path, name: str, fresh: bool = False) -> Path:
         outputs: parent of all runs.
         name: of the run, without a suffix.
         fresh: never resume.
-    Raises:
-        PermissionError: the run to be resumed belongs to another user; SkyRL unpickles what it finds there.
     """
     number = 1
     while True:
@@ -31,11 +29,6 @@ def run_folder(outputs: Path, name: str, fresh: bool = False) -> Path:
         if not folder.exists():
             return folder
         if not fresh and not (folder / SUMMARY).exists():
-            if folder.stat().st_uid != os.getuid():
-                raise PermissionError(
-                    f"{folder} belongs to another user, and resuming would unpickle its files: set RUN_NAME to another "
-                    "name or FRESH=1"
-                )
             return folder
         number += 1
 
@@ -76,10 +69,7 @@ def append_metrics(folder: Path, line: dict[str, Any]) -> None:
 def main() -> None:
     """Prints the folder for a run: ``python -m skyrl_qwen38.runs OUTPUTS NAME``, ``FRESH=1`` for a new one."""
     outputs, name = sys.argv[1:]
-    try:
-        print(run_folder(Path(outputs), name, fresh=os.environ.get("FRESH") == "1"))
-    except PermissionError as error:
-        sys.exit(f"error: {error}")
+    print(run_folder(Path(outputs), name, fresh=os.environ.get("FRESH") == "1"))
 
 
 if __name__ == "__main__":

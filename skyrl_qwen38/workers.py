@@ -7,9 +7,11 @@ it when it creates the actor. The other patches are applied when the worker is c
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from typing import Any
+from unittest import mock
 
 from skyrl_qwen38 import patching
 from skyrl_qwen38.config import DEVICE_VARIABLE, MASTER_PORT_VARIABLE
@@ -21,6 +23,7 @@ if os.environ.get(DEVICE_VARIABLE) == "cpu":
     cpu.install()
 patching.apply(IMPORT_TIME_PATCHES, "trainer", patching.patch_flags_from_environment(IMPORT_TIME_PATCHES))
 
+from megatron.core import parallel_state  # noqa: E402
 from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import MegatronPolicyWorkerBase  # noqa: E402
 
 
@@ -31,6 +34,15 @@ class PolicyWorker(MegatronPolicyWorkerBase):
         settings = kwargs["cfg"].qwen38
         self._patch_reports = patching.apply(ALL_PATCHES, "trainer", vars(settings.patches), settings)
         super().__init__(**kwargs)
+
+    def init_worker_process_group(self) -> None:
+        # SkyRL gives a time limit to the default group only; the groups that the model uses get theirs here.
+        limited = functools.partial(
+            parallel_state.initialize_model_parallel,
+            distributed_timeout_minutes=self.cfg.qwen38.distributed_timeout_minutes,
+        )
+        with mock.patch.object(parallel_state, "initialize_model_parallel", limited):
+            super().init_worker_process_group()
 
     def patch_reports(self) -> list[patching.PatchReport]:
         """The verdict on every trainer patch in this process."""

@@ -15,6 +15,8 @@ import ray
 from skyrl.env_vars import SKYRL_DUMP_INFRA_LOG_TO_STDOUT
 from skyrl.train.utils import utils as skyrl_utils
 
+from skyrl_qwen38.overrides import ConfigError
+
 REASONS: dict[str, str] = {
     "ray.init": "a local cluster with one logical GPU a policy worker and a small object store (only while SkyRL calls "
     "it)",
@@ -27,7 +29,7 @@ _DISK_GIB = 2.0
 _OBJECT_STORE_BYTES = 256 * 2**20
 
 
-class MachineTooSmall(RuntimeError):
+class MachineTooSmall(ConfigError):
     """Not enough memory or disk for the run."""
 
 

@@ -23,6 +23,7 @@ def _settings(checkpoint: Path, bf16: bool) -> list[str]:
         f"trainer.policy.model.path={checkpoint}",
         f"trainer.bf16={str(bf16).lower()}",
         "trainer.qwen38.device=cpu",
+        "trainer.qwen38.distributed_timeout_minutes=2",
         "trainer.strategy=megatron",
         "trainer.placement.colocate_all=false",
         f"trainer.placement.policy_num_gpus_per_node={RANKS}",
@@ -135,6 +136,14 @@ class _Run:
         return self.worker.optim_step()
 
 
+def _time_limit() -> float:
+    """Seconds after which a collective of the expert-parallel group gives up."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_expert_model_parallel_group()
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
 def _train(rank: int, world_size: int, checkpoint: Path, bf16: bool) -> dict[str, Any]:
     run = _Run(rank, checkpoint, bf16)
     run.sync()
@@ -154,6 +163,7 @@ def _train(rank: int, world_size: int, checkpoint: Path, bf16: bool) -> dict[str
         "adam states": sum(len(o.optimizer.state) for o in optimizers),
         "sent": {str(tensor.dtype) for tensor in run.client.sent.values()},
         "names": sorted(run.client.sent),
+        "time limit": _time_limit(),
     }
 
 
@@ -181,6 +191,10 @@ def test_every_trained_tensor_is_sent_and_only_rank_0_sends(trained):
     assert sum(".mlp.experts." in name for name in trained[0]["names"]) == 8  # packed: two a layer
     assert not any("ngram_embedding" in name for name in trained[0]["names"])
     assert trained[1]["names"] == trained[2]["names"] == []
+
+
+def test_a_collective_gives_up_after_the_configured_minutes(trained):
+    assert {result["time limit"] for result in trained} == {120.0}
 
 
 def test_bf16_stays_within_its_bound(ranks: RankPool, tiny_checkpoint: Path):
