@@ -16,6 +16,7 @@ from skyrl.train.entrypoints.main_base import BasePPOExp
 from skyrl.train.generators.base import GeneratorInterface
 from skyrl.train.trainer import RayPPOTrainer
 from skyrl.train.utils.callbacks import CallbackInput, TrainingCallback, TrainingControl
+from skyrl.train.utils.trainer_utils import cleanup_old_checkpoints
 
 from skyrl_qwen38 import workers  # prepares this process too: SkyRL imports its Megatron workers here
 from skyrl_qwen38.logprob_bound import LOGPROB_DIFFERENCE, check_logprob_difference
@@ -60,6 +61,13 @@ class Qwen38Trainer(RayPPOTrainer):
     def init_weight_sync_state(self) -> None:
         self._emit({"kind": "phase", "text": "sending the weights to the rollout engine"})
         super().init_weight_sync_state()
+
+    def _cleanup_old_checkpoints(self) -> None:
+        # SkyRL runs this in a Ray task on every node, which imports all of it anew; a CPU run has one node, this one.
+        if self.cfg.trainer.qwen38.device == "cpu":
+            cleanup_old_checkpoints(self.cfg.trainer.ckpt_path, self.cfg.trainer.max_ckpts_to_keep)
+        else:
+            super()._cleanup_old_checkpoints()
 
     def fwd_logprobs_values_reward(self, training_input: Any) -> Any:
         training_input = super().fwd_logprobs_values_reward(training_input)

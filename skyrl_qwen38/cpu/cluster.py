@@ -61,9 +61,9 @@ def check_machine(workers: int, folder: Path) -> None:
 @contextlib.contextmanager
 def local_cluster(workers: int) -> Iterator[None]:
     """While open, SkyRL's ``initialize_ray`` starts a local cluster for ``workers`` policy workers."""
-    # One slot each for the entry task and SkyRL's clean-up of checkpoints, which imports for some seconds; one spare.
+    # One slot for the entry task, one for each policy worker, one spare.
     resources = {
-        "num_cpus": workers + 3,
+        "num_cpus": workers + 2,
         "num_gpus": workers,
         "object_store_memory": _OBJECT_STORE_BYTES,
         "include_dashboard": False,

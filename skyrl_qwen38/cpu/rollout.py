@@ -114,6 +114,8 @@ class TransformersEngine:
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+                # Reaches Transformers' chunked delta rule, which pads to whole chunks of 64 tokens unless told.
+                chunk_size=min(64, prompt_length),
             )
             cache, begin = output.past_key_values, end
             logits = output.logits[:, -1].float()  # [batch, vocabulary]
