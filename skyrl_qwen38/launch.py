@@ -83,7 +83,7 @@ def check_addresses() -> None:
                 ) from None
 
 
-_ERROR_LINE = re.compile(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception|Mismatch|Refused|TooSmall)\w*: .+)$")
+_ERROR_LINE = re.compile(r"^(?:[\w.]+\.)?((\w*(?:Error|Exception|Mismatch|Refused)): .+)$")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -97,7 +97,7 @@ def explain(error: BaseException, step: int, resumable: bool) -> str:
     """
     lines = [_COLOUR.sub("", line).strip() for line in str(error).splitlines()]
     # The innermost cause is the last line that reads like the end of a traceback.
-    causes = [match[1] for line in lines if (match := _ERROR_LINE.match(line))]
+    causes = [match[1] for line in lines if (match := _ERROR_LINE.match(line)) and match[2] != "ActorDiedError"]
     if causes:
         what = causes[-1]
     elif isinstance(error, ActorDiedError) or "ActorDiedError" in str(error):

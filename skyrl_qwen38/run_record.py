@@ -34,10 +34,11 @@ PHASES = {
 }
 _PACKAGES = ("skyrl-qwen38", "skyrl", "ray", "torch", "transformers", "megatron-core", "megatron-bridge")
 _GIB = 2**30
+_SAMPLE_SECONDS = 5.0  # one sample walks the page tables of a dozen processes
 
 
 class PeakMemory:
-    """The largest sum of proportional set sizes of this process and its descendants, sampled every two seconds."""
+    """The largest sum of proportional set sizes of this process and its descendants, sampled every five seconds."""
 
     def __init__(self) -> None:
         self.gib = 0.0
@@ -54,7 +55,7 @@ class PeakMemory:
 
     def _sample(self) -> None:
         root = psutil.Process()
-        while not self._stop.wait(2.0):
+        while not self._stop.wait(_SAMPLE_SECONDS):
             total = 0
             for process in [root, *root.children(recursive=True)]:
                 try:

@@ -24,7 +24,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
     "synchronize": (lambda device=None: None, "timers and weight sync"),
     "empty_cache": (lambda: None, "SkyRL, after each phase"),
     "current_stream": (lambda device=None: _STREAM, "the MoE token dispatcher and DDP"),
-    "default_stream": (lambda device=None: _STREAM, "DDP"),
+    "default_stream": (lambda device=None: _STREAM, "the gradient buckets of DDP"),
     "stream": (lambda stream: contextlib.nullcontext(stream), "shared-expert overlap, DDP"),
     "is_current_stream_capturing": (lambda: False, "megatron.core's CUDA-graph checks"),
     "get_rng_state": (lambda device=None: torch.get_rng_state(), "megatron.core's RNG tracker and recompute"),

@@ -53,7 +53,7 @@ class Job:
             assert self.process.poll() is None, f"the job ended early:\n{self.text}"
             assert time.monotonic() < deadline, f"{words!r} did not appear in {timeout} s:\n{self.text}"
             self.descendants()
-            time.sleep(0.2)
+            time.sleep(0.5)
 
     def wait(self, timeout: float) -> int:
         """The exit status; every process that the job started has been noted."""
@@ -61,7 +61,7 @@ class Job:
         while self.process.poll() is None:
             assert time.monotonic() < deadline, f"the job did not end in {timeout} s:\n{self.text}"
             self.descendants()
-            time.sleep(0.5)
+            time.sleep(1)
         return self.process.returncode
 
     def descendants(self) -> list[psutil.Process]:

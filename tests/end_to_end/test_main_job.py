@@ -1,4 +1,4 @@
-"""The main job as a user starts it: three steps unbroken, and three steps with a worker killed in between."""
+"""The main job as a user starts it; marked full: killed, interrupted and resumed, and in its other forms."""
 
 import json
 import shutil
@@ -78,6 +78,7 @@ def test_two_checkpoints_are_kept(unbroken):
     assert checkpoints == ["global_step_2", "global_step_3"]
 
 
+@pytest.mark.full
 def test_a_killed_worker_ends_the_job_and_the_resumed_run_repeats_the_unbroken_one(unbroken, outputs, start):
     job = start(RUN_NAME="broken")
     job.wait_for("step   2/3", timeout=START + 60)
@@ -144,7 +145,7 @@ def test_a_bf16_run_stays_within_its_bound(start, outputs):
 @pytest.mark.parametrize(
     ("settings", "environment", "sentence"),
     [
-        (("trainer.qwen38.devise=cpu",), {}, "did you mean"),
+        pytest.param(("trainer.qwen38.devise=cpu",), {}, "did you mean", marks=pytest.mark.full),
         ((), {"RAY_ADDRESS": "127.0.0.1:1"}, "RAY_ADDRESS=127.0.0.1:1 does not answer"),
     ],
 )

@@ -66,15 +66,17 @@ def test_the_frequency_of_a_first_token_is_its_probability(engine):
 
 
 def test_a_response_ends_with_the_end_token_or_at_the_limit(engine):
-    many = [Request(tuple(PROMPTS[0]), f"{i}") for i in range(600)]
-    responses = engine.generate(many, {"max_tokens": 20, "temperature": 1.0})
+    many = [Request(tuple(PROMPTS[0]), f"{i}") for i in range(200)]
     eos = engine.tokenizer.eos_token_id
-    assert {response.stop_reason for response in responses} == {"stop", "length"}
-    for response in responses:
-        assert len(response.logprobs) == len(response.token_ids)
-        assert (response.token_ids[-1] == eos) == (response.stop_reason == "stop")
-        assert eos not in response.token_ids[:-1]
-        assert len(response.token_ids) == 20 or response.stop_reason == "stop"
+    reasons = set()
+    for limit in (2, 12):
+        for response in engine.generate(many, {"max_tokens": limit, "temperature": 1.0}):
+            reasons.add(response.stop_reason)
+            assert len(response.logprobs) == len(response.token_ids) <= limit
+            assert (response.token_ids[-1] == eos) == (response.stop_reason == "stop")
+            assert eos not in response.token_ids[:-1]
+            assert len(response.token_ids) == limit or response.stop_reason == "stop"
+    assert reasons == {"stop", "length"}
 
 
 @pytest.mark.parametrize("setting", [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}, {"stop": ["x"]}])
