@@ -205,6 +205,7 @@ def validate(config: Config) -> None:
         prefix = f"trainer.{role}.megatron_config"
         _check_free_keys(f"{prefix}.transformer_config_kwargs", megatron.transformer_config_kwargs, "provider")
         _check_free_keys(f"{prefix}.optimizer_config_kwargs", megatron.optimizer_config_kwargs, "optimizer")
+    _check_lengths(config, model)
     _check_patches(trainer.qwen38.patches)
     if trainer.qwen38.device == "cpu":
         _check_cpu(config, uses_reference)
@@ -307,6 +308,19 @@ def _check_free_keys(path: str, values: Mapping[str, Any], kind: Literal["provid
             )
 
 
+def _check_lengths(config: Config, model: model_folder.ModelFacts) -> None:
+    """Sequences longer than the dense range of sparse attention, which the model refuses in the middle of a run."""
+    generator = config.generator
+    prompt = max(config.trainer.max_prompt_length, generator.max_input_length)
+    longest = prompt + generator.sampling_params.max_generate_length
+    if model.dense_limit is not None and longest > model.dense_limit:
+        raise ConfigError(
+            f"prompts of up to {prompt} tokens (trainer.max_prompt_length, generator.max_input_length) with responses of "
+            f"up to {longest - prompt} (generator.sampling_params.max_generate_length) exceed the {model.dense_limit} "
+            f"tokens up to which attention of {model.path} is dense, and sparse attention is not supported yet; lower them"
+        )
+
+
 def _check_patches(flags: PatchFlags) -> None:
     """Patches without which nothing can be trained with the installed libraries."""
     for name, needed, lacking in (
@@ -322,6 +336,11 @@ def _check_patches(flags: PatchFlags) -> None:
 def _check_cpu(config: Config, uses_reference: bool) -> None:
     """On a CPU, SkyRL's offload between phases frees the weights: its copy "on the CPU" is the tensor itself."""
     placement = config.trainer.placement
+    if (rank := config.trainer.policy.model.lora.rank) > 0:
+        raise ConfigError(
+            f"trainer.policy.model.lora.rank={rank} is not supported with trainer.qwen38.device=cpu, whose rollout "
+            "engine takes full weights only; set it to 0"
+        )
     if placement.colocate_all:
         raise ConfigError(
             "trainer.placement.colocate_all=true needs GPUs that training and rollouts share; with "

@@ -43,6 +43,7 @@ def _settings(checkpoint: Path, bf16: bool) -> list[str]:
         "trainer.logger=console",
         "trainer.max_prompt_length=16",
         "generator.max_input_length=16",
+        "generator.sampling_params.max_generate_length=6",
     ]
 
 

@@ -145,6 +145,10 @@ def test_every_patch_has_a_flag_and_every_flag_a_patch():
         ("trainer.qwen38.patches.qwen4_exp_bridge=false", "lacks a bridge for qwen4_exp; leave it on"),
         (f"{MEGATRON}.transformer_config_kwargs.attention_backnd=flash", "did you mean attention_backend?"),
         (f"{MEGATRON}.optimizer_config_kwargs.adam_epss=1e-8", "did you mean adam_eps?"),
+        (
+            "trainer.policy.model.lora.rank=8",
+            "lora.rank=8 is not supported with trainer.qwen38.device=cpu",
+        ),
         ("trainer.placement.colocate_all=true", "with trainer.qwen38.device=cpu set it to false"),
         ("trainer.algorithm.use_kl_loss=true", "trainer.placement.colocate_policy_ref=true offloads"),
         (f"{MEGATRON}.optimizer_config_kwargs.bf16=true", "trainer.bf16=false trains in fp32, but"),
@@ -404,3 +408,18 @@ def test_megatron_source_are_not_guessed_when_a_class_moved(monkeypatch):
         assert megatron_source.optimizer_fields() == frozenset()
     finally:
         megatron_source.optimizer_fields.cache_clear()
+
+
+@pytest.mark.parametrize(("response", "fits"), [(115, True), (116, False)])
+def test_sequences_beyond_the_dense_range_are_refused(model, argv, response, fits):
+    text = MODEL["text_config"] | {"indexer_budget": 128, "indexer_compress_ratio": 4}
+    (model / "config.json").write_text(json.dumps(MODEL | {"text_config": text}))
+    argv += [
+        "trainer.max_prompt_length=16",
+        "generator.max_input_length=16",
+        f"generator.sampling_params.max_generate_length={response}",
+    ]
+    if fits:
+        parse_args(argv)
+    else:
+        assert "exceed the 131 tokens up to which attention" in refused(argv)
