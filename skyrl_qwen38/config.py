@@ -316,8 +316,8 @@ def _check_lengths(config: Config, model: model_folder.ModelFacts) -> None:
     if model.dense_limit is not None and longest > model.dense_limit:
         response = longest - prompt
         raise ConfigError(
-            f"prompts of up to {prompt} tokens (trainer.max_prompt_length, generator.max_input_length) and responses of "
-            f"up to {response} (generator.sampling_params.max_generate_length) exceed the {model.dense_limit} tokens "
+            f"prompts of up to {prompt} tokens (trainer.max_prompt_length, generator.max_input_length) and responses "
+            f"of up to {response} (generator.sampling_params.max_generate_length) exceed {model.dense_limit} tokens, "
             f"up to which attention of {model.path} is dense, and sparse attention is not supported yet; lower them"
         )
 

@@ -142,10 +142,11 @@ def test_a_bf16_run_stays_within_its_bound(start, outputs):
     assert 1e-5 < json.loads((outputs / "bf16" / "summary.json").read_text())["logprob_abs_diff_max"] <= 0.01
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("settings", "environment", "sentence"),
     [
-        pytest.param(("trainer.qwen38.devise=cpu",), {}, "did you mean", marks=pytest.mark.full),
+        (("trainer.qwen38.devise=cpu",), {}, "did you mean"),
         ((), {"RAY_ADDRESS": "127.0.0.1:1"}, "RAY_ADDRESS=127.0.0.1:1 does not answer"),
     ],
 )

@@ -16,6 +16,7 @@ from skyrl_qwen38 import parity
 
 
 def test_ranks_agree_with_transformers(text_checkpoint, documents):
+    before = set(multiprocessing.active_children())
     result = parity.run_parity(str(text_checkpoint), documents[:4], ep=2, layers=True)
     assert result["ep"] == 2
     assert [document["tokens"] for document in result["documents"]] == [7, 1, 67, 2]
@@ -28,7 +29,7 @@ def test_ranks_agree_with_transformers(text_checkpoint, documents):
         (3, "full_attention"),
     ]
     assert all(0 < layer["stream_diff"] <= 3e-5 for layer in result["layers"])
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before
     json.dumps(result)
 
 
@@ -120,7 +121,8 @@ def _hang() -> dict:
 )
 def test_a_process_that_fails_ends_all_of_them(tmp_path, monkeypatch, function: Callable, sentence):
     monkeypatch.setattr(parity, "_TIMEOUT", timedelta(seconds=4 if function is _hang else 120))
+    before = set(multiprocessing.active_children())
     others = {} if function is _hang else {"reference": (_hang,)}
     with pytest.raises(RuntimeError, match=sentence):
         parity._run({"rank 0": (function,), "reference": (_succeed,), **others}, str(tmp_path))
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= before

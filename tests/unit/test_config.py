@@ -422,4 +422,4 @@ def test_sequences_beyond_the_dense_range_are_refused(model, argv, response, fit
     if fits:
         parse_args(argv)
     else:
-        assert "exceed the 131 tokens up to which attention" in refused(argv)
+        assert "exceed 131 tokens, up to which attention" in refused(argv)
