@@ -190,6 +190,7 @@ def plot_run(lines: list[dict[str, Any]], path: Path) -> Path:
     above.set_ylim(0, 1)
     below.set_yscale("log")
     below.set_xlabel("step")
+    below.xaxis.get_major_locator().set_params(integer=True)
     for axis in (above, below):
         axis.grid(alpha=0.3)
         axis.legend(loc="best")

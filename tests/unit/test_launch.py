@@ -14,6 +14,10 @@ ray.exceptions.RayTaskError(WeightSyncError): ray::CpuPolicyWorker.sync() (pid=2
   File "worker.py", line 3, in sync
 skyrl_qwen38.cpu.worker.WeightSyncError: weight sync is incomplete: 2 tensors"""
 
+DEAD_WORKER = """ray::train() (pid=1)
+ray.exceptions.ActorDiedError: The actor died unexpectedly before finishing this task.
+	class_name: CpuPolicyWorker"""
+
 
 @pytest.mark.parametrize(
     ("error", "step", "resumable", "parts"),
@@ -24,6 +28,7 @@ skyrl_qwen38.cpu.worker.WeightSyncError: weight sync is incomplete: 2 tensors"""
             True,
             ("after step 4", "WeightSyncError: weight sync is incomplete", "resume"),
         ),
+        (RuntimeError(DEAD_WORKER), 2, True, ("after step 2", "a worker process died")),
         (ActorDiedError(), 2, True, ("after step 2", "a worker process died", "resume from the last checkpoint")),
         (ValueError("no good"), 0, False, ("before the first step", "ValueError: no good")),
     ],
