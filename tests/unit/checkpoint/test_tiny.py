@@ -37,9 +37,9 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("cold") / "tiny", seed=1, warmup_steps=0)
 
 
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("warm") / "tiny", seed=0)
+@pytest.fixture
+def warm(tiny_checkpoint: Path) -> Path:
+    return tiny_checkpoint
 
 
 def test_names_dtypes_and_shapes_are_the_released_ones(cold):
