@@ -35,7 +35,7 @@ echo "[set-up] importing SkyRL"
 exec $PYTHON -m skyrl.train.entrypoints.main_base trainer.override_entrypoint=skyrl_qwen38.entrypoints.grpo \
   trainer.qwen38.device=cpu trainer.qwen38.run_dir="$RUN" trainer.qwen38.max_logprob_abs_diff=1e-5 trainer.bf16=false \
   trainer.qwen38.distributed_timeout_minutes=3 \
-  trainer.policy.model.path="$MODEL" trainer.policy.language_model_only=true \
+  trainer.policy.model.path="$MODEL" trainer.policy.language_model_only=true trainer.ref.language_model_only=true \
   generator.inference_engine.language_model_only=true trainer.seed="$SEED" \
   data.train_data="['$DATA/train.jsonl']" data.val_data="['$DATA/heldout.jsonl']" \
   data.dataloader.num_workers=0 data.dataloader.persistent_workers=false \

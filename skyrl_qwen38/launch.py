@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import ray
@@ -109,6 +109,11 @@ def explain(error: BaseException, step: int, resumable: bool) -> str:
     return f"{where}: {what}{advice}"
 
 
+def _terminate(signal_number: int, frame: object) -> NoReturn:
+    """On SIGTERM: unwinds, so that Ray is shut down, and exits as a shell reports it."""
+    raise SystemExit(128 + signal_number)
+
+
 @contextlib.contextmanager
 def _no_process_left() -> Iterator[None]:
     """Shuts Ray down at the end and ends every descendant of this process that outlives it."""
@@ -137,11 +142,13 @@ def launch(cfg: Config, folder: Path) -> int:
     if cfg.trainer.qwen38.device == "cpu":
         from skyrl_qwen38.cpu.cluster import check_machine, local_cluster
 
-        check_machine(workers, folder)
-        cluster = local_cluster(workers)
+        uses_reference = cfg.trainer.algorithm.use_kl_loss or cfg.trainer.algorithm.use_kl_in_reward
+        slots = workers + (placement.ref_num_nodes * placement.ref_num_gpus_per_node if uses_reference else 0)
+        check_machine(slots, folder)
+        cluster = local_cluster(slots)
     record = RunRecord(folder, console, workers, megatron.expert_model_parallel_size, started_at)
     export_environment(cfg)
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(SystemExit(143)))
+    signal.signal(signal.SIGTERM, _terminate)
     if not SKYRL_DUMP_INFRA_LOG_TO_STDOUT:
         logger.remove()
         logger.add(sys.stderr, level="WARNING")

@@ -48,14 +48,17 @@ class Qwen38Trainer(RayPPOTrainer):
 
     def build_models(self, PolicyWorker: Any, CriticWorker: Any, RefWorker: Any) -> None:
         if self.cfg.trainer.qwen38.device == "cpu":
-            from skyrl_qwen38.cpu.worker import CpuPolicyWorker as worker
+            from skyrl_qwen38.cpu.worker import CpuPolicyWorker as policy
+            from skyrl_qwen38.cpu.worker import CpuRefWorker as reference
         else:
-            worker = workers.PolicyWorker
+            policy, reference = workers.PolicyWorker, workers.RefWorker
         placement = self.cfg.trainer.placement
         count = placement.policy_num_nodes * placement.policy_num_gpus_per_node
         self._emit({"kind": "phase", "text": f"starting {count} policy workers and loading the model into Megatron"})
-        super().build_models(ray.remote(num_gpus=1)(worker), CriticWorker, RefWorker)
-        reports = ray.get([actor.patch_reports.remote() for actor in self.policy_model._actor_handlers])
+        super().build_models(ray.remote(num_gpus=1)(policy), CriticWorker, ray.remote(num_gpus=1)(reference))
+        groups = [group for group in (self.policy_model, self.ref_model) if group is not None]
+        actors = [actor for group in groups for actor in group._actor_handlers]
+        reports = ray.get([actor.patch_reports.remote() for actor in actors])
         self._emit({"kind": "patches", "reports": reports})
 
     def init_weight_sync_state(self) -> None:

@@ -1,4 +1,4 @@
-"""SkyRL's Megatron policy worker, patched before anything of it is built.
+"""SkyRL's Megatron workers, patched before anything of them is built.
 
 Importing this module prepares the process, because the import of SkyRL's worker below needs it prepared: on a machine
 without a GPU the CPU redirections come first, then the patch that supplies two names to Megatron-Bridge. Ray imports
@@ -24,11 +24,14 @@ if os.environ.get(DEVICE_VARIABLE) == "cpu":
 patching.apply(IMPORT_TIME_PATCHES, "trainer", patching.patch_flags_from_environment(IMPORT_TIME_PATCHES))
 
 from megatron.core import parallel_state  # noqa: E402
-from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import MegatronPolicyWorkerBase  # noqa: E402
+from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import (  # noqa: E402
+    MegatronPolicyWorkerBase,
+    MegatronRefWorkerBase,
+)
 
 
-class PolicyWorker(MegatronPolicyWorkerBase):
-    """Applies the patches of ``cfg.qwen38.patches``, then is SkyRL's Megatron policy worker."""
+class _PatchedWorker:
+    """Applies the patches of ``cfg.qwen38.patches`` before anything of a SkyRL worker is built."""
 
     def __init__(self, **kwargs: Any) -> None:
         settings = kwargs["cfg"].qwen38
@@ -48,6 +51,10 @@ class PolicyWorker(MegatronPolicyWorkerBase):
         """The verdict on every trainer patch in this process."""
         return self._patch_reports
 
+
+class PolicyWorker(_PatchedWorker, MegatronPolicyWorkerBase):
+    """SkyRL's Megatron policy worker, patched."""
+
     @staticmethod
     def _get_free_port() -> int:
         # SkyRL takes any free port; MASTER_PORT of the user, checked by the driver, wins.
@@ -55,3 +62,7 @@ class PolicyWorker(MegatronPolicyWorkerBase):
         with socket.socket() as free:
             free.bind(("", wanted))
             return free.getsockname()[1]
+
+
+class RefWorker(_PatchedWorker, MegatronRefWorkerBase):
+    """SkyRL's Megatron reference worker, patched: it builds the same model."""

@@ -37,7 +37,7 @@ def check_machine(workers: int, folder: Path) -> None:
     """Refuses to start a run that this machine cannot hold.
 
     Args:
-        workers: policy workers.
+        workers: of the policy and the reference model.
         folder: of the run; the nearest existing parent's disk counts.
     Raises:
         MachineTooSmall: with what is needed and what is there.
@@ -46,7 +46,7 @@ def check_machine(workers: int, folder: Path) -> None:
     available = psutil.virtual_memory().available / 2**30
     if available < needed:
         raise MachineTooSmall(
-            f"{workers} policy workers need about {needed:.1f} GiB of memory and {available:.1f} GiB are free: close "
+            f"{workers} workers need about {needed:.1f} GiB of memory and {available:.1f} GiB are free: close "
             "other programs, or set trainer.placement.policy_num_gpus_per_node and the EP size lower"
         )
     disk = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())

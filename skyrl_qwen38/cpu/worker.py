@@ -1,4 +1,4 @@
-"""The policy worker of a machine without a GPU: sends its weights to the rollout actor, keeps them in place."""
+"""The workers of a machine without a GPU: they send weights to the rollout actor and keep them in place."""
 
 from __future__ import annotations
 
@@ -10,10 +10,21 @@ import torch.distributed as dist
 from skyrl_qwen38.cpu import adam
 from skyrl_qwen38.cpu.rollout import RolloutClient
 from skyrl_qwen38.weight_sync import WeightSyncError, check_first_sync
-from skyrl_qwen38.workers import PolicyWorker
+from skyrl_qwen38.workers import PolicyWorker, RefWorker
 
 
-class CpuPolicyWorker(PolicyWorker):
+class _WeightsStay:
+    """megatron.core copies weights "to the CPU" and frees the originals. Here the copy is an alias of the original."""
+
+    def offload_to_cpu(self, offload_optimizer: bool = True, offload_model: bool = True) -> None: ...
+    def backload_to_gpu(self, backload_optimizer: bool = True, backload_model: bool = True) -> None: ...
+
+
+class CpuRefWorker(_WeightsStay, RefWorker):
+    """SkyRL's Megatron reference worker on a CPU."""
+
+
+class CpuPolicyWorker(_WeightsStay, PolicyWorker):
     """SkyRL's Megatron policy worker with what a CPU changes: weight sync, offload and the state of AdamW."""
 
     async def init_weight_sync_state(self, inference_engine_client: RolloutClient, inference_engine_cfg: Any) -> None:
@@ -50,7 +61,3 @@ class CpuPolicyWorker(PolicyWorker):
         states = super().load_checkpoint(ckpt_dir, **kwargs)
         adam.separate_steps(self.optimizer)
         return states
-
-    # megatron.core copies weights "to the CPU" and frees the originals. Here the copy is an alias of the original.
-    def offload_to_cpu(self, offload_optimizer: bool = True, offload_model: bool = True) -> None: ...
-    def backload_to_gpu(self, backload_optimizer: bool = True, backload_model: bool = True) -> None: ...

@@ -135,6 +135,21 @@ def test_the_head_sharded_table_trains_at_ep_2(start, outputs):
 
 
 @pytest.mark.full
+def test_a_reference_model_is_patched_too(start, outputs):
+    settings = (
+        "trainer.algorithm.use_kl_loss=true",
+        "trainer.placement.colocate_policy_ref=false",
+        "trainer.placement.ref_num_gpus_per_node=1",
+        "trainer.max_training_steps=2",
+    )
+    job = start(*settings, RUN_NAME="reference")
+    assert job.wait(timeout=START + 120) == 0, job.text
+    assert "patches (4 workers)" in job.text
+    losses = [line["policy/policy_kl"] for line in step_lines(outputs / "reference")[1:]]
+    assert abs(losses[0]) < 1e-6 < abs(losses[1])
+
+
+@pytest.mark.full
 def test_a_bf16_run_stays_within_its_bound(start, outputs):
     settings = ("trainer.bf16=true", "trainer.qwen38.max_logprob_abs_diff=0.01", "trainer.max_training_steps=2")
     job = start(*settings, RUN_NAME="bf16")

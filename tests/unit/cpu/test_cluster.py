@@ -26,7 +26,7 @@ def test_a_machine_that_fits_passes(machine, tmp_path):
 @pytest.mark.parametrize(
     ("memory", "disk", "sentence"),
     [
-        (4, 50, r"3 policy workers need about 9.6 GiB of memory and 4.0 GiB are free: close"),
+        (4, 50, r"3 workers need about 9.6 GiB of memory and 4.0 GiB are free: close"),
         (12, 0.5, r"has 0.5 GiB free and a run needs 2 GiB for its checkpoints: free some"),
     ],
 )
