@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from skyrl.train.config import SkyRLTrainConfig, TrainerConfig
 from skyrl.train.config.config import BaseConfig, overrides_dict_to_dotlist
 
-from skyrl_qwen38 import megatron_source, model_folder, run_folder
+from skyrl_qwen38 import megatron_source, model_folder, resume
 from skyrl_qwen38.overrides import ConfigError, Range, check_keys, check_values, nearest
 from skyrl_qwen38.patching import PATCHES_VARIABLE, patch_flags_from_environment, patch_flags_to_text
 
@@ -209,7 +209,7 @@ def validate(config: Config) -> None:
     _check_patches(trainer.qwen38.patches)
     if trainer.qwen38.device == "cpu":
         _check_cpu(config, uses_reference)
-    run_folder.check_resume(trainer.resume_mode, trainer.ckpt_path, trainer.resume_path)
+    resume.check_resume(trainer.resume_mode, trainer.ckpt_path, trainer.resume_path)
     _check_with_skyrl(config)
 
 

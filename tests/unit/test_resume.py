@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_qwen38 import run_folder
+from skyrl_qwen38 import resume
 from skyrl_qwen38.overrides import ConfigError
 
 
@@ -19,16 +19,16 @@ def run(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("mode", ["latest", "from_path"])
 def test_an_own_folder_is_let_in(run, mode):
-    run_folder.check_resume(mode, str(run), str(run / "global_step_2"))
+    resume.check_resume(mode, str(run), str(run / "global_step_2"))
 
 
 @pytest.mark.parametrize("mode", [None, "none"])
 def test_without_resuming_nothing_is_looked_at(mode):
-    run_folder.check_resume(mode, "s3://bucket/run", None)
+    resume.check_resume(mode, "s3://bucket/run", None)
 
 
 def test_a_first_start_has_no_folder_yet(tmp_path):
-    run_folder.check_resume("latest", str(tmp_path / "new"), None)
+    resume.check_resume("latest", str(tmp_path / "new"), None)
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,17 +48,17 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_or_file_of_another_user_is_refused(run, foreign, monkeypatch):
     give_away(run.parent / foreign, monkeypatch)
     with pytest.raises(ConfigError, match=rf"trainer\.ckpt_path: .*{Path(foreign).name} belongs to user id"):
-        run_folder.check_resume("latest", str(run), None)
+        resume.check_resume("latest", str(run), None)
 
 
 def test_a_link_is_judged_by_what_it_leads_to(run, tmp_path, monkeypatch):
     outside = tmp_path / "outside.pt"
     outside.write_bytes(b"")
     (run / "global_step_2" / "data.pt").symlink_to(outside)
-    run_folder.check_resume("latest", str(run), None)
+    resume.check_resume("latest", str(run), None)
     give_away(outside, monkeypatch)
     with pytest.raises(ConfigError, match=r"data\.pt belongs to user id"):
-        run_folder.check_resume("latest", str(run), None)
+        resume.check_resume("latest", str(run), None)
 
 
 @pytest.mark.parametrize(
@@ -72,5 +72,5 @@ def test_a_link_is_judged_by_what_it_leads_to(run, tmp_path, monkeypatch):
 )
 def test_wrong_settings_are_one_sentence(arguments, sentence):
     with pytest.raises(ConfigError) as error:
-        run_folder.check_resume(*arguments)
+        resume.check_resume(*arguments)
     assert str(error.value).startswith(sentence)
