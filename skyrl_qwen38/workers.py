@@ -23,6 +23,7 @@ if os.environ.get(DEVICE_VARIABLE) == "cpu":
     cpu.install()
 patching.apply(IMPORT_TIME_PATCHES, "trainer", patching.patch_flags_from_environment(IMPORT_TIME_PATCHES))
 
+import torch  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from skyrl.backends.skyrl_train.workers.megatron.megatron_worker import (  # noqa: E402
     MegatronPolicyWorkerBase,
@@ -54,6 +55,12 @@ class _PatchedWorker:
 
 class PolicyWorker(_PatchedWorker, MegatronPolicyWorkerBase):
     """SkyRL's Megatron policy worker, patched."""
+
+    @torch.no_grad()
+    def load_checkpoint(self, ckpt_dir: str, **kwargs: Any) -> Any:
+        # The distributed optimizer copies into its main parameters; in fp32 those are views of the model's own, and
+        # autograd refuses that.
+        return super().load_checkpoint(ckpt_dir, **kwargs)
 
     @staticmethod
     def _get_free_port() -> int:

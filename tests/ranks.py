@@ -153,6 +153,8 @@ def _serve(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    # The pool ends its workers as one ends daemons, but Megatron's checkpoint writer starts a process of its own.
+    multiprocessing.current_process()._config["daemon"] = False
     connection.send(pickle.dumps((True, None)))
     with contextlib.suppress(EOFError, KeyboardInterrupt):
         while True:

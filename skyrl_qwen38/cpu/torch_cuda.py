@@ -44,6 +44,7 @@ REASONS: dict[str, str] = {
     "torch.cuda.Stream, torch.cuda.Event, torch.cuda.device": "constructed without a check for a GPU",
     "torch.cuda.default_generators": "megatron.core indexes it by device",
     "torch.<factory>(device=)": "zeros, empty, arange …: device='cuda' or an integer means the CPU",
+    "torch.<factory>_like(device=)": "megatron.core's exchange of a loaded checkpoint",
     "torch.Tensor.new_empty, new_zeros, new_ones, new_full, new_tensor": "device= in megatron.core's all-to-all",
     "torch.Tensor.to, torch.Tensor.cuda": "moves to the GPU stay where they are",
     "torch.Tensor.type": "the distributed optimizer recognises dtypes by the name torch.cuda.FloatTensor",
@@ -136,6 +137,8 @@ def _redirect_factories() -> None:
             wrapper = _with_cpu_device(function)
             setattr(torch, name, wrapper)
             constructors.add(wrapper)
+        elif name.endswith("_like") and not name.startswith("_"):
+            setattr(torch, name, _with_cpu_device(function))
     torch.utils._device._device_constructors = lambda: constructors
 
 

@@ -288,3 +288,28 @@ def test_adam_has_a_state_before_the_first_step_and_counts_each_step_once_after_
         assert seen["shared"] > 0, "megatron.core gives every parameter its own counter: cpu/adam.py can go"
         assert seen["still shared"] == 0
         assert seen["counted"] == {2.0}
+
+
+def _two_steps(run: _Run) -> list[float]:
+    run.sync()
+    return [measure for _ in range(2) for measure in (run.step(), run.difference())]
+
+
+def _save_and_go_on(rank: int, world_size: int, checkpoint: Path, folder: Path) -> list[float]:
+    run = _Run(rank, checkpoint, False)
+    run.sync()
+    run.step()
+    run.worker.save_checkpoint(str(folder), tokenizer=run.worker.tokenizer)
+    return _two_steps(run)
+
+
+def _resume(rank: int, world_size: int, checkpoint: Path, folder: Path) -> list[float]:
+    run = _Run(rank, checkpoint, False)
+    run.worker.load_checkpoint(str(folder), load_optimizer_states=True, load_lr_scheduler_states=True)
+    return _two_steps(run)
+
+
+def test_a_resumed_worker_goes_on_bit_for_bit(ranks: RankPool, tiny_checkpoint: Path, tmp_path: Path):
+    arguments = (tiny_checkpoint, tmp_path / "step_1")
+    unbroken = ranks.run(_save_and_go_on, *arguments, world_size=RANKS, timeout=240)
+    assert ranks.run(_resume, *arguments, world_size=RANKS, timeout=240) == unbroken

@@ -21,6 +21,10 @@ def _devices(rank: int, world_size: int) -> dict[str, str]:
         "cuda": torch.zeros(2).cuda(),
         "Module.cuda": torch.nn.Linear(1, 1).cuda().weight,
     }
+    like = [name for name in dir(torch) if name.endswith("_like") and not name.startswith("_")]
+    assert len(like) == 7
+    values = {"full_like": (1,), "randint_like": (5,)}
+    made |= {name: getattr(torch, name)(torch.zeros(2), *values.get(name, ()), device="cuda") for name in like}
     return {name: str(tensor.device) for name, tensor in made.items()}
 
 
