@@ -1,6 +1,7 @@
 """Starts the main job as a user does, and ends it and all it started."""
 
 import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -39,6 +40,8 @@ class Job:
                 stderr=subprocess.STDOUT,
                 env=os.environ | {"SKYRL_QWEN38_OUTPUTS": str(outputs)} | environment,
                 start_new_session=True,
+                # A shell starts what it puts into the background deaf to Ctrl-C, and so are its descendants.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         self.started: dict[int, psutil.Process] = {}
 
