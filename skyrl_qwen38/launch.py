@@ -157,6 +157,7 @@ def launch(cfg: Config, folder: Path) -> int:
             record.handle({"kind": "phase", "text": "starting Ray"})
             with cluster:
                 initialize_ray(cfg)
+            signal.signal(signal.SIGTERM, _terminate)  # Ray's core has put its own in place, which dumps a stack
             record.handle({"kind": "phase", "text": f"loading SkyRL and the data; logs in {cfg.trainer.log_path}"})
             with PeakMemory() as memory:
                 for event in train.remote(cfg):
