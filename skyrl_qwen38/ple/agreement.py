@@ -50,7 +50,7 @@ def agree[T](group: dist.ProcessGroup | None, action: Callable[[], T]) -> T:
 def raise_together(group: dist.ProcessGroup | None, error: Exception | None) -> None:
     """Raises a `RankFailure` on all ranks if `error` is given on one. One collective; none for a single rank."""
     causes = gather_objects(group, None if error is None else str(error) or repr(error))
-    failures = {_global_rank(group, rank): cause for rank, cause in enumerate(causes) if cause is not None}
+    failures = {global_rank(group, rank): cause for rank, cause in enumerate(causes) if cause is not None}
     if failures:
         raise RankFailure(failures) from error
 
@@ -63,7 +63,7 @@ def agree_on(group: dist.ProcessGroup | None, what: str, value: object) -> None:
     """
     values = gather_objects(group, value)
     if any(other != values[0] for other in values):
-        raise RankFailure({_global_rank(group, rank): f"{what} is {other}" for rank, other in enumerate(values)})
+        raise RankFailure({global_rank(group, rank): f"{what} is {other}" for rank, other in enumerate(values)})
 
 
 def gather_objects[T](group: dist.ProcessGroup | None, value: T) -> list[T]:
@@ -75,5 +75,6 @@ def gather_objects[T](group: dist.ProcessGroup | None, value: T) -> list[T]:
     return values
 
 
-def _global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
+def global_rank(group: dist.ProcessGroup | None, rank: int) -> int:
+    """The number that the whole job gives a rank of the group."""
     return dist.get_global_rank(group, rank) if group is not None else rank

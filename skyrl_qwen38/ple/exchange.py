@@ -1,119 +1,180 @@
-"""The collectives of a sharded lookup, and nothing else: input_dist, (the owner's lookup), output_dist.
+"""The collectives of a sharded lookup, and nothing else: sizes, input_dist, (the owner's lookup), output_dist.
 
 A lookup is three collectives on every rank of the group, whatever its data and even without a token: one exchange of
-sizes, one of row numbers, one of rows. A single rank makes none. What a lookup needs to find its way back travels in
-a frozen `ExchangeContext`; nothing is kept between calls, so several lookups may be under way at once.
+sizes (one for all lookups of a step, where they are planned), one of row numbers, one of rows. A single rank makes
+none. What a rank owns itself never enters a collective. Nothing is kept between calls, so several lookups may be under
+way at once.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_qwen38.ple.agreement import raise_together, world_size_of
+from skyrl_qwen38.ple.agreement import RankFailure, global_rank, raise_together, rank_in
+from skyrl_qwen38.ple.routing import Requests
+
+_SIZES_A_ROUND = 32  # lookups whose sizes one collective carries
+_FAILED = -1
 
 
 @dataclass(frozen=True)
-class Requests:
-    """The rows that one rank asks for, grouped by the rank that owns them.
-
-    Attributes:
-        local_rows: integers [R], numbered from the owner's first row; those of rank 0 first.
-        counts: how many of them each rank owns.
-        places: int64, shaped like the row ids that were asked for: which of the R answers belongs there.
-    """
-
-    local_rows: Tensor
-    counts: list[int]
-    places: Tensor
-
-
-@dataclass(frozen=True)
-class ExchangeContext:
-    """What brings the rows back to the positions that asked.
+class Sizes:
+    """How many rows one lookup moves.
 
     Attributes:
         asked: rows that this rank asks of each rank.
         wanted: rows that each rank asks of this one.
-        places: as in `Requests`.
+        unique_keys: distinct n-gram keys that this rank asks for.
     """
 
     asked: list[int]
     wanted: list[int]
-    places: Tensor
+    unique_keys: int
 
 
 class PendingRows:
-    """Rows on their way. `wait` may be called again, as activation recompute does: it returns the same tensor."""
+    """Rows on their way."""
 
-    def __init__(self, received: Tensor, work: dist.Work | None, sent: Tensor, places: Tensor):
-        self._received = received
+    def __init__(self, work: dist.Work | None, sent: Tensor, peers: Callable[[], AbstractContextManager]):
         self._work = work
         self._sent = sent  # the collective reads it until it is done
-        self._places = places
-        self._rows: Tensor | None = None
+        self._peers = peers
 
-    def wait(self) -> Tensor:
-        """[*places.shape, D]: a row for every position that asked."""
-        if self._rows is None:
-            if self._work is not None:
+    def wait(self) -> None:
+        """Waits for the rows; on a GPU the current stream does, not the host."""
+        if self._work is not None:
+            with self._peers():
                 self._work.wait()
-            rows = self._received.index_select(0, self._places.flatten())
-            self._rows = rows.view(*self._places.shape, rows.shape[1])
-            self._received = self._sent = self._work = None
-        return self._rows
+        self._work = self._sent = None
 
 
 class Exchange:
-    """The three verbs over one process group (None: the default group, or a single process)."""
+    """The verbs over one process group (None: the default group).
 
-    def __init__(self, group: dist.ProcessGroup | None = None):
-        self._group = group
-        self._world_size = world_size_of(group)
+    Args:
+        rank, world_size: this process in the group, and its size; a world of 1 communicates nothing.
+    """
 
-    def input_dist(self, requests: Requests, error: Exception | None = None) -> tuple[ExchangeContext, Tensor]:
-        """Sends each request to its owner.
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, world_size: int):
+        self._group, self._rank, self._world_size = group, rank, world_size
+
+    def sizes(
+        self, call: int, name: str, requests: Sequence[Requests], device: torch.device, error: Exception | None = None
+    ) -> list[Sizes] | None:
+        """Tells every rank how much it will be asked, and whether all ranks make the same call.
+
+        One collective for up to 32 lookups (more in further rounds), and one wait of the host.
 
         Args:
-            requests: what this rank asks for; empty ones, with one count per rank, where it asks for nothing.
-            error: what failed on this rank before the exchange. The rank takes part in the size exchange, which
-                tells its peers.
+            call: number of the kind of call, the same on all ranks.
+            name: what the caller calls it, for the sentence where they differ.
+            error: what failed on this rank before. The rank takes part, which tells its peers.
 
         Returns:
-            The way back, and the local rows that all ranks ask of this one (those of rank 0 first).
+            The sizes in the requests' order, or None where a rank refuses its ids; then all ranks have None, and the
+            caller says why in `raise_together`.
 
         Raises:
-            RankFailure: an error was given on at least one rank; raised on all.
+            RankFailure: ranks call different things, or for different numbers of lookups; or an error was given on
+                one. Raised on all.
         """
-        if self._world_size == 1:
+        sizes: list[Sizes] = []
+        for begin in range(0, max(len(requests), 1), _SIZES_A_ROUND):
+            part = requests[begin : begin + _SIZES_A_ROUND]
+            message = torch.zeros(self._world_size, 2 + _SIZES_A_ROUND, dtype=torch.int64, device=device)
+            message[:, 0] = call
+            message[:, 1] = _FAILED if error is not None else len(requests)
+            for i, request in enumerate(part):
+                message[:, 2 + i] = request.counts
+                message[:, 1].masked_fill_(request.invalid, _FAILED)
+            theirs = message
+            if self._world_size > 1:
+                theirs = torch.empty_like(message)
+                with self._peers():
+                    dist.all_to_all_single(theirs, message, group=self._group)
+            keys = [request.unique_keys for request in part]
+            # One copy to the host for all of it: on a GPU this is the wait.
+            ours, theirs, keys = _to_host(message, theirs, torch.stack(keys) if keys else message.new_empty(0))
+            self._compare(name, [row[:2] for row in theirs], call)
+            if any(row[1] == _FAILED for row in theirs):  # the failing rank tells itself too: all are here, or none
+                return None
+            sizes += [
+                Sizes([row[2 + i] for row in ours], [row[2 + i] for row in theirs], keys[i]) for i in range(len(part))
+            ]
+        return sizes
+
+    def input_dist(self, requests: Requests, sizes: Sizes, wanted: Tensor) -> Tensor:
+        """Sends the other ranks' requests to them.
+
+        Args:
+            wanted: receives the local rows that they ask of this one (those of rank 0 first), [sum of the others'].
+
+        Returns:
+            The local rows that this rank asks of itself.
+        """
+        before = sum(sizes.asked[: self._rank])
+        after = before + sizes.asked[self._rank]
+        own = requests.local_rows[before:after]
+        if self._world_size > 1:
+            theirs = torch.cat([requests.local_rows[:before], requests.local_rows[after : sum(sizes.asked)]])
+            splits = self._without_own(sizes.wanted), self._without_own(sizes.asked)
+            with self._peers():
+                dist.all_to_all_single(wanted, theirs, *splits, group=self._group)
+        return own
+
+    def output_dist(self, sizes: Sizes, rows: Tensor, received: Tensor) -> "PendingRows":
+        """Sends the looked-up rows (uint8 [sum of the others' wanted, row bytes]) back; does not wait for them.
+
+        Args:
+            received: uint8 [sum of what was asked of others, row bytes], filled when the answer was waited for.
+        """
+        work = None
+        if self._world_size > 1:
+            splits = self._without_own(sizes.asked), self._without_own(sizes.wanted)
+            with self._peers():
+                work = dist.all_to_all_single(received, rows, *splits, group=self._group, async_op=True)
+        return PendingRows(work, rows, self._peers)
+
+    def raise_together(self, error: Exception | None) -> None:
+        """As `agreement.raise_together`, over this exchange's group."""
+        if self._world_size > 1:
             raise_together(self._group, error)
-            return ExchangeContext(requests.counts, requests.counts, requests.places), requests.local_rows
+        elif error is not None:
+            raise RankFailure({rank_in(None): str(error) or repr(error)}) from error
 
-        device = requests.local_rows.device
-        sizes = torch.tensor([[count, error is not None] for count in requests.counts], device=device)
-        their_sizes = torch.empty_like(sizes)
-        dist.all_to_all_single(their_sizes, sizes, group=self._group)
-        wanted, failed = their_sizes.t().tolist()
-        if any(failed):  # the failing rank tells itself too, so all ranks are here or none is
-            raise_together(self._group, error)
+    @contextmanager
+    def _peers(self) -> Iterator[None]:
+        """Says what a collective that fails was for."""
+        try:
+            yield
+        except RuntimeError as error:
+            cause = str(error).strip().partition("\n")[0]
+            own = global_rank(self._group, self._rank)
+            raise RankFailure(
+                {own: f"a peer left the n-gram table's exchange, or is too late for it ({cause})"}
+            ) from error
 
-        local_rows = requests.local_rows.new_empty(sum(wanted))
-        dist.all_to_all_single(local_rows, requests.local_rows, wanted, requests.counts, group=self._group)
-        return ExchangeContext(requests.counts, wanted, requests.places), local_rows
+    def _without_own(self, counts: list[int]) -> list[int]:
+        return [0 if rank == self._rank else count for rank, count in enumerate(counts)]
 
-    def output_dist(self, context: ExchangeContext, rows: Tensor) -> PendingRows:
-        """Sends the looked-up rows [sum(wanted), D] back by the mirrored split, and does not wait for them."""
-        if self._world_size == 1:
-            return PendingRows(rows, None, rows, context.places)
-        received = rows.new_empty(sum(context.asked), rows.shape[1])
-        # As bytes: back ends differ in the dtypes that they know, and nothing is computed on the way.
-        work = dist.all_to_all_single(
-            received.view(torch.uint8),
-            rows.view(torch.uint8),
-            context.asked,
-            context.wanted,
-            group=self._group,
-            async_op=True,
-        )
-        return PendingRows(received, work, rows, context.places)
+    def _compare(self, name: str, calls: list[list[int]], call: int) -> None:
+        counts = {count for _, count in calls if count != _FAILED}
+        if len(counts) > 1 or any(other != call for other, _ in calls):
+            raise RankFailure(
+                {
+                    global_rank(self._group, rank): f"makes the n-gram table's call {kind} for {count} lookups, where "
+                    f"rank {global_rank(self._group, self._rank)} makes {name} ({call})"
+                    for rank, (kind, count) in enumerate(calls)
+                }
+            )
+
+
+def _to_host(*tensors: Tensor) -> list:
+    """The values of int64 tensors as nested lists, by one copy."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape).tolist() for part, tensor in zip(parts, tensors, strict=True)]

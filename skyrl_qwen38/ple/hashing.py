@@ -10,8 +10,8 @@ size never overflow it.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, lru_cache
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -136,6 +136,7 @@ class NgramHasher:
         cu_seqlens: Tensor | None = None,
         attention_mask: Tensor | None = None,
         context: Tensor | None = None,
+        dtype: torch.dtype = torch.int64,
     ) -> Tensor:
         """The rows that each token asks for; no document sees another.
 
@@ -146,15 +147,62 @@ class NgramHasher:
                 padding changes nothing.
             context: integers [documents, ngram_size - 1] (for [T] also without the first axis): the tokens before
                 each document's first, the latest last, when the document goes on from an earlier call.
+            dtype: of the row ids; int32 halves them. The arithmetic is int64 in any case.
 
         Returns:
-            int64 [*input_ids.shape, K], heads of the shortest order first.
+            [*input_ids.shape, K] in `dtype`, heads of the shortest order first.
 
         Raises:
-            ValueError: a shape does not fit, `cu_seqlens` does not rise from 0 to T, or an id is not in
-                [0, vocab_size).
+            ValueError: a shape does not fit, `cu_seqlens` does not rise from 0 to T, an id is not in
+                [0, vocab_size), or the table has more rows than `dtype` can number.
         """
-        tokens = self._checked(input_ids, "input_ids")
+        if dtype not in (torch.int32, torch.int64) or self.num_rows > torch.iinfo(dtype).max:
+            raise ValueError(f"row ids of a table of {self.num_rows} rows do not fit {dtype}: ask for torch.int64")
+        keys = self.keys(input_ids, cu_seqlens, attention_mask, context)
+        rows = [self.rows_of_keys(keys[..., order], order) for order in range(self.ngram_size - 1)]
+        return torch.cat(rows, dim=-1).to(dtype)
+
+    def keys(
+        self,
+        input_ids: Tensor,
+        cu_seqlens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        context: Tensor | None = None,
+    ) -> Tensor:
+        """The n-gram key of each token and order, int64 [*input_ids.shape, ngram_size - 1], bigrams first.
+
+        Arguments and errors are those of `row_ids`. All heads of an order share its key, so equal keys ask for equal
+        rows.
+        """
+        tokens, starts, context, invalid = self._read(input_ids, cu_seqlens, attention_mask, context)
+        if bool(invalid):
+            self._raise_invalid(input_ids, cu_seqlens, attention_mask, context)
+        return self._keys(tokens, starts, context).view(*input_ids.shape, self.ngram_size - 1)
+
+    def rows_of_keys(self, keys: Tensor, order: int) -> Tensor:
+        """Row ids int64 [*keys.shape, heads_per_ngram] of n-gram keys (int64) of one order: 0 bigrams, 1 trigrams …"""
+        heads = slice(order * self.heads_per_ngram, (order + 1) * self.heads_per_ngram)
+        sizes, offsets = (_on(keys.device, constant)[heads] for constant in (self.head_sizes, self.head_offsets))
+        return keys.unsqueeze(-1) % sizes + offsets
+
+    def keys_unchecked(
+        self, input_ids: Tensor, cu_seqlens: Tensor | None = None, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`keys`, and a bool scalar on the same device that tells whether the values are refused: reads neither.
+
+        For a GPU, where looking at a value makes the host wait. The keys are meaningless where the scalar is True.
+
+        Raises:
+            ValueError: a shape or a dtype does not fit.
+        """
+        tokens, starts, context, invalid = self._read(input_ids, cu_seqlens, attention_mask, None)
+        return self._keys(tokens, starts, context).view(*input_ids.shape, self.ngram_size - 1), invalid
+
+    def _read(
+        self, input_ids: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, context: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Flat tokens [T], document starts, the context [documents, ngram_size - 1], and whether a value is refused."""
+        tokens = _integers(input_ids, "input_ids")
         if input_ids.dim() not in (1, 2):
             raise ValueError(f"input_ids must have the shape [T] or [B, S], got {list(input_ids.shape)}")
         if attention_mask is not None:
@@ -164,13 +212,7 @@ class NgramHasher:
                     "they must be equal"
                 )
             tokens = tokens.masked_fill(attention_mask == 0, self.eos_token_id)
-        self._check_range(tokens, "input_ids")
-
-        starts = _document_starts(input_ids.shape, cu_seqlens, tokens.device)  # [documents]
-        tokens = tokens.flatten()  # [T]
-        positions = torch.arange(tokens.numel(), device=tokens.device)
-        document = torch.searchsorted(starts, positions, right=True) - 1
-        age = positions - starts[document]  # tokens of the same document before this one
+        starts, invalid = _document_starts(input_ids.shape, cu_seqlens, tokens.device)
         if context is not None:
             wanted = (len(starts), self.ngram_size - 1)
             if context.shape != wanted and (len(starts) != 1 or context.shape != wanted[1:]):
@@ -178,21 +220,47 @@ class NgramHasher:
                     f"context has the shape {list(context.shape)}, but {wanted[0]} documents need {list(wanted)}: "
                     "the tokens before each document, the latest last"
                 )
-            context = self._checked(context, "context").view(wanted)
-            self._check_range(context, "context")
+            context = _integers(context, "context").to(tokens.device).view(wanted)
+            invalid = invalid | self._outside(context).any()
+        return tokens.flatten(), starts, context, invalid | self._outside(tokens).any()
 
-        rows = []
-        window, mixed = tokens, tokens * int(self.multipliers[0])
+    def _keys(self, tokens: Tensor, starts: Tensor, context: Tensor | None) -> Tensor:
+        """int64 [T, ngram_size - 1] of flat tokens whose documents begin at `starts`."""
+        positions = torch.arange(tokens.numel(), device=tokens.device)
+        document = torch.searchsorted(starts, positions, right=True) - 1
+        age = positions - starts[document]  # tokens of the same document before this one
+        keys = []
+        window, mixed = tokens, tokens * self._multipliers[0]
         for shift in range(1, self.ngram_size):
             before = self.eos_token_id if context is None else _carried(context, document, age, shift)
             shifted = torch.where(age >= shift, tokens.roll(shift), before)
             # The token after an end-of-sequence sees nothing of what was before it; that token itself still does.
             window = shifted if shift == 1 else torch.where(window == self.eos_token_id, window, shifted)
-            mixed = mixed ^ (window * int(self.multipliers[shift]))
-            heads = slice((shift - 1) * self.heads_per_ngram, shift * self.heads_per_ngram)
-            sizes, offsets = self.head_sizes[heads].to(tokens.device), self.head_offsets[heads].to(tokens.device)
-            rows.append(mixed.unsqueeze(-1) % sizes + offsets)  # [T, heads_per_ngram]
-        return torch.cat(rows, dim=-1).view(*input_ids.shape, self.num_heads)
+            mixed = mixed ^ (window * self._multipliers[shift])
+            keys.append(mixed)
+        return torch.stack(keys, dim=-1)
+
+    @cached_property
+    def _multipliers(self) -> list[int]:
+        return self.multipliers.tolist()
+
+    def _outside(self, ids: Tensor) -> Tensor:
+        return (ids < 0) | (ids >= self.vocab_size)
+
+    def _raise_invalid(
+        self, input_ids: Tensor, cu_seqlens: Tensor | None, attention_mask: Tensor | None, context: Tensor | None
+    ) -> NoReturn:
+        """Says which value is refused."""
+        if attention_mask is not None:
+            input_ids = input_ids[attention_mask != 0]
+        for name, ids in (("input_ids", input_ids), ("context", context)):
+            if ids is not None and (outside := ids[self._outside(ids)]).numel():
+                raise ValueError(
+                    f"{name} holds the token id {outside[0].item()}, outside the vocabulary of {self.vocab_size}"
+                )
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the row's {input_ids.numel()} tokens, got {cu_seqlens.tolist()}"
+        )
 
     def check_buffers(self, multipliers: Tensor, head_sizes: Tensor, head_offsets: Tensor) -> None:
         """Compares the three int64 buffers of a checkpoint with the computed ones.
@@ -213,30 +281,31 @@ class NgramHasher:
                     f"{computed.tolist()}: correct the configuration, the rows belong to the checkpoint's values"
                 )
 
-    @staticmethod
-    def _checked(ids: Tensor, name: str) -> Tensor:
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise ValueError(f"{name} must be integers, got {ids.dtype}")
-        return ids.long()
 
-    def _check_range(self, ids: Tensor, name: str) -> None:
-        if ids.numel() and (ids.min() < 0 or ids.max() >= self.vocab_size):
-            wrong = ids[(ids < 0) | (ids >= self.vocab_size)][0].item()
-            raise ValueError(f"{name} holds the token id {wrong}, outside the vocabulary of {self.vocab_size}")
+def _integers(ids: Tensor, name: str) -> Tensor:
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise ValueError(f"{name} must be integers, got {ids.dtype}")
+    return ids.long()
 
 
-def _document_starts(shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device) -> Tensor:
-    """First flat position of each document, int64 [documents]; an empty document keeps its place."""
+@lru_cache(maxsize=16)
+def _on(device: torch.device, constant: Tensor) -> Tensor:
+    """A constant of a hasher on a device: copied there once, not once a micro-batch."""
+    return constant.to(device)
+
+
+def _document_starts(shape: torch.Size, cu_seqlens: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """First flat position of each document, int64 [documents] (an empty one keeps its place); whether it is refused."""
     total = shape.numel()
     if cu_seqlens is None:
         rows, length = (1, total) if len(shape) == 1 else shape
-        return torch.arange(rows, device=device) * length
+        return torch.arange(rows, device=device) * length, torch.zeros((), dtype=torch.bool, device=device)
     if len(shape) == 2 and shape[0] != 1:
         raise ValueError(f"cu_seqlens cuts one packed row, [T] or [1, T], but input_ids has the shape {list(shape)}")
-    bounds = cu_seqlens.to(device=device, dtype=torch.int64)
-    if bounds.dim() != 1 or len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != total or (bounds.diff() < 0).any():
+    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"cu_seqlens must rise from 0 to the row's {total} tokens, got {cu_seqlens.tolist()}")
-    return bounds[:-1].contiguous()
+    bounds = cu_seqlens.to(device=device, dtype=torch.int64)
+    return bounds[:-1].contiguous(), (bounds[0] != 0) | (bounds[-1] != total) | (bounds.diff() < 0).any()
 
 
 def _carried(context: Tensor, document: Tensor, age: Tensor, shift: int) -> Tensor:

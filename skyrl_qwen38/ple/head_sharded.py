@@ -3,15 +3,15 @@
 import torch
 from torch import Tensor
 
-from skyrl_qwen38.ple.exchange import Requests
 from skyrl_qwen38.ple.hashing import NgramHasher
+from skyrl_qwen38.ple.routing import Requests
 from skyrl_qwen38.ple.sharded_table import ShardedTable
 
 
 class HeadShardedTable(ShardedTable):
     """Rank k of EP ranks holds the rows of the heads [K*k / EP, K*(k+1) / EP), so EP must divide K.
 
-    Every rank sends each owner its column of row ids, duplicates included, and gets that column's rows back.
+    Every rank sends each owner its columns of row ids, duplicates included, and gets those columns' rows back.
     """
 
     @classmethod
@@ -25,21 +25,37 @@ class HeadShardedTable(ShardedTable):
         heads = hasher.num_heads // world_size
         return firsts[rank * heads], firsts[(rank + 1) * heads]
 
-    def _requests(self, row_ids: Tensor) -> Requests:
-        offsets = self.hasher.head_offsets.to(row_ids.device)  # [K]
-        if row_ids.shape[-1:] != offsets.shape:
-            raise ValueError(f"row ids of a head-sharded table have {len(offsets)} columns, got {list(row_ids.shape)}")
-        rank_in_head = row_ids - offsets
-        outside = (rank_in_head < 0) | (rank_in_head >= self.hasher.head_sizes.to(row_ids.device))
-        if outside.any():
-            raise ValueError(f"the row id {row_ids[outside][0].item()} is not in the rows of its head")
-        heads = len(offsets) // self.world_size
-        first_rows = offsets[::heads].repeat_interleave(heads)  # [K]: of each head's owner
-        by_owner = (row_ids - first_rows).view(-1, self.world_size, heads).transpose(0, 1)  # [EP, T, K/EP]
+    def _route_keys(self, keys: Tensor, invalid: Tensor) -> Requests:
+        rows = [self.hasher.rows_of_keys(keys[..., order], order) for order in range(keys.shape[-1])]
+        return self._by_head(torch.cat(rows, dim=-1), invalid)
+
+    def _route_rows(self, row_ids: Tensor) -> Requests:
+        if row_ids.shape[-1:] != (self.hasher.num_heads,):
+            raise ValueError(
+                f"row ids of a head-sharded table have {self.hasher.num_heads} columns, got {list(row_ids.shape)}"
+            )
+        return self._by_head(row_ids, self._outside_head(row_ids).any())
+
+    def _refused_row(self, row_ids: Tensor) -> Exception | None:
+        outside = row_ids[self._outside_head(row_ids)]
+        return ValueError(f"the row id {outside[0].item()} is not in the rows of its head") if outside.numel() else None
+
+    def _outside_head(self, row_ids: Tensor) -> Tensor:
+        rank_in_head = row_ids - self.hasher.head_offsets.to(row_ids.device)
+        return (rank_in_head < 0) | (rank_in_head >= self.hasher.head_sizes.to(row_ids.device))
+
+    def _by_head(self, row_ids: Tensor, invalid: Tensor) -> Requests:
+        heads = self.hasher.num_heads // self.world_size
+        # Rows are counted from the owner's first, the first of its first head.
+        first_rows = self.hasher.head_offsets[::heads].to(row_ids.device).view(self.world_size, 1, 1)
+        by_owner = row_ids.view(-1, self.world_size, heads).transpose(0, 1) - first_rows  # [EP, T, K/EP]
         tokens = by_owner.shape[1]
-        places = torch.arange(row_ids.numel(), device=row_ids.device).view(by_owner.shape)
+        places = torch.arange(row_ids.numel(), device=row_ids.device).view(by_owner.shape).transpose(0, 1)
         return Requests(
-            by_owner.reshape(-1),
-            [tokens * heads] * self.world_size,
-            places.transpose(0, 1).reshape(row_ids.shape),
+            by_owner.reshape(-1).int(),
+            torch.full((self.world_size,), tokens * heads, device=row_ids.device),
+            places.reshape(row_ids.shape),
+            0,
+            torch.zeros((), dtype=torch.int64, device=row_ids.device),
+            invalid,
         )

@@ -3,12 +3,10 @@
 import torch
 from torch import Tensor
 
-from skyrl_qwen38.ple.exchange import Requests
 from skyrl_qwen38.ple.hashing import NgramHasher
 from skyrl_qwen38.ple.partition import RowPartition
+from skyrl_qwen38.ple.routing import Requests, route_keys, route_rows
 from skyrl_qwen38.ple.sharded_table import ShardedTable
-
-_INT32_ROWS = 1 << 31
 
 
 class RowShardedTable(ShardedTable):
@@ -18,14 +16,18 @@ class RowShardedTable(ShardedTable):
     def _owned_rows(cls, hasher: NgramHasher, world_size: int, rank: int) -> tuple[int, int]:
         return RowPartition(hasher.num_rows, world_size).bounds(rank)
 
-    def _requests(self, row_ids: Tensor) -> Requests:
-        unique, places = torch.unique(row_ids, return_inverse=True)  # rising, so it is grouped by owner already
-        if unique.numel() and (unique[0] < 0 or unique[-1] >= self.num_rows):
-            wrong = unique[0] if unique[0] < 0 else unique[-1]
-            raise ValueError(f"the row id {wrong.item()} is not in the n-gram table of {self.num_rows} rows")
-        partition = RowPartition(self.num_rows, self.world_size)
-        owners = partition.owner(unique)
-        local_rows = unique - partition.boundaries.to(unique.device)[owners]
-        if -(-self.num_rows // self.world_size) <= _INT32_ROWS:  # the same on all ranks, and half the bytes
-            local_rows = local_rows.int()
-        return Requests(local_rows, torch.bincount(owners, minlength=self.world_size).tolist(), places)
+    @property
+    def _partition(self) -> RowPartition:
+        return RowPartition(self.num_rows, self.world_size)
+
+    def _route_keys(self, keys: Tensor, invalid: Tensor) -> Requests:
+        return route_keys(keys, self.hasher, self._partition, invalid)
+
+    def _route_rows(self, row_ids: Tensor) -> Requests:
+        return route_rows(row_ids, self._partition)
+
+    def _refused_row(self, row_ids: Tensor) -> Exception | None:
+        outside = row_ids[(row_ids < 0) | (row_ids >= self.num_rows)]
+        if not torch.numel(outside):
+            return None
+        return ValueError(f"the row id {outside[0].item()} is not in the n-gram table of {self.num_rows} rows")

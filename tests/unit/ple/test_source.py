@@ -4,6 +4,9 @@ import json
 import os
 import shutil
 import struct
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from skyrl_qwen38.ple import TableSource, TableSourceError
 from tests.conftest import TABLE_MODULE
+from tests.hub_server import HubServer
 
 INDEX = "model.safetensors.index.json"
+SCALE = f"{TABLE_MODULE}ngram_embedding.weight_scale"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 
@@ -41,6 +46,18 @@ def edit_index(folder: Path, **places: object) -> None:
         if file is not None:
             index["weight_map"][name] = file
     (folder / INDEX).write_text(json.dumps(index))
+
+
+def make_fp8(folder: Path, scale: float = 0.25) -> None:
+    """Turns a table into its fp8 release: e4m3 rows and one scale."""
+
+    def convert(tensors):
+        shards = {name: rows for name, rows in tensors.items() if "shard" in name}
+        tensors |= {name: (rows.float() / scale).to(torch.float8_e4m3fn) for name, rows in shards.items()}
+
+    edit_file(folder / FIRST, convert)
+    edit_file(folder / SECOND, lambda t: (convert(t), t.update({SCALE: torch.tensor(scale)})))
+    edit_index(folder, **{SCALE: SECOND})
 
 
 # ---- what is read ----
@@ -93,11 +110,21 @@ def test_only_the_files_that_hold_the_table_are_needed(checkpoint):
     assert source.buffers() is None
 
 
-def test_a_sample_tells_tables_apart_and_has_both_ends(table_checkpoint):
-    folder, table = table_checkpoint()
-    sample = TableSource.open(folder).sample()
-    assert sample.shape == (64, 4)
-    assert torch.equal(sample[[0, -1]], table[[0, -1]])
+def test_the_identity_tells_tables_apart_by_their_rows(table_checkpoint, checkpoint):
+    same, other = TableSource.open(table_checkpoint(shards=1, files=1)[0]), TableSource.open(checkpoint)
+    before = other.identity()
+    assert same.identity() == before
+    edit_file(checkpoint / SECOND, lambda t: t[shard_name(4)][-1].add_(1))
+    assert TableSource.open(checkpoint).identity() != before
+
+
+def test_fp8_rows_come_as_they_are_stored_with_their_scale(checkpoint, table_checkpoint):
+    make_fp8(checkpoint)
+    source = TableSource.open(checkpoint)
+    assert source.dtype == torch.float8_e4m3fn
+    assert source.scale == 0.25
+    expected = (table_checkpoint()[1].float() / 0.25).to(torch.float8_e4m3fn)
+    assert torch.equal(source.read(400, 1500).view(torch.uint8), expected[400:1500].view(torch.uint8))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (0, 2305), (5, 4)])
@@ -162,16 +189,28 @@ def integer_shards(folder: Path) -> None:
         edit_file(folder / file, lambda t: t.update({k: v.long() for k, v in t.items()}))
 
 
-def fp8_shards(folder: Path) -> None:
-    def convert(t):
-        t.update({k: v.to(torch.float8_e4m3fn) for k, v in t.items() if "shard" in k})
-
-    edit_file(folder / FIRST, convert)
-    edit_file(folder / SECOND, convert)
+def fp8_without_scale(folder: Path) -> None:
+    make_fp8(folder)
+    edit_file(folder / SECOND, lambda t: t.pop(SCALE))
+    edit_index(folder, **{SCALE: None})
 
 
-def fp8_scale(folder: Path) -> None:
-    edit_index(folder, **{f"{TABLE_MODULE}ngram_embedding.weight_scale": SECOND})
+def scale_a_row(folder: Path) -> None:
+    make_fp8(folder)
+    edit_file(folder / SECOND, lambda t: t.update({SCALE: torch.ones(2304)}))
+
+
+def negative_scale(folder: Path) -> None:
+    make_fp8(folder)
+    edit_file(folder / SECOND, lambda t: t.update({SCALE: torch.tensor(-0.5)}))
+
+
+def fp8_shard_among_others(folder: Path) -> None:
+    edit_file(folder / FIRST, lambda t: t.update({shard_name(1): t[shard_name(1)].to(torch.float8_e4m3fn)}))
+
+
+def scale_beside_bf16(folder: Path) -> None:
+    edit_index(folder, **{SCALE: SECOND})
 
 
 def second_table(folder: Path) -> None:
@@ -250,8 +289,11 @@ def link_outside(folder: Path) -> None:
         (lengthen_last_shard, [SECOND, shard_name(4), "900 rows", "461"]),
         (flatten_shard, [SECOND, shard_name(3), "[1844]"]),
         (integer_shards, [FIRST, shard_name(0), "I64"]),
-        (fp8_shards, [FIRST, shard_name(0), "F8_E4M3", "not supported yet"]),
-        (fp8_scale, [INDEX, "weight_scale", "not supported yet"]),
+        (fp8_without_scale, [SCALE, "without its scale"]),
+        (scale_a_row, [SECOND, SCALE, "one positive number"]),
+        (negative_scale, [SECOND, SCALE, "-0.5"]),
+        (fp8_shard_among_others, [FIRST, shard_name(1), "F8_E4M3", "must agree"]),
+        (scale_beside_bf16, [SCALE, "torch.bfloat16"]),
         (second_table, [INDEX, "2 n-gram tables", "layers.1.", "layers.5."]),
         (whole_and_shards, [INDEX, f"{TABLE_MODULE}ngram_embedding.weight", "both"]),
         (no_table, [INDEX, "ngram_embedding.shard_0.weight"]),
@@ -277,7 +319,7 @@ def test_a_damaged_checkpoint_is_refused_by_name(checkpoint, damage, named):
     assert len(str(error.value).splitlines()) == 1
 
 
-@pytest.mark.parametrize("damage", [link_outside, truncate_file, lose_shard_in_file, fp8_shards])
+@pytest.mark.parametrize("damage", [link_outside, truncate_file, lose_shard_in_file, fp8_without_scale])
 def test_the_same_holds_without_an_index(checkpoint, damage):
     damage(checkpoint)
     (checkpoint / INDEX).unlink()
@@ -317,47 +359,94 @@ def test_neither_a_folder_nor_a_hub_id(tmp_path):
         TableSource.open(tmp_path / "absent")
 
 
-# ---- the hub ----
+# ---- the hub: a server that speaks its protocol, and processes that fetch from it ----
 
 
 @pytest.fixture
-def hub(checkpoint, tmp_path, monkeypatch):
-    """A hub cache as huggingface_hub lays it out (links into blobs), filled by the files that are asked for."""
-    import huggingface_hub
-
-    snapshot = tmp_path / "hub" / "models--owner--model" / "snapshots" / "0123abc"
-    blobs = snapshot.parent.parent / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    asked = []
-
-    def download(repo_id, file, revision=None):
-        asked.append((repo_id, file, revision))
-        if not (checkpoint / file).exists():
-            raise huggingface_hub.errors.LocalEntryNotFoundError(f"{file} not found\nmore lines")
-        shutil.copy(checkpoint / file, blobs / file)
-        (snapshot / file).symlink_to(f"../../blobs/{file}")
-        return str(snapshot / file)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    return asked
+def hub(checkpoint) -> Iterator[HubServer]:
+    """Serves `checkpoint` as owner/model."""
+    server = HubServer(checkpoint)
+    yield server
+    server.close()
 
 
-def test_only_the_table_files_of_one_revision_are_downloaded(hub, checkpoint, table_checkpoint):
-    edit_index(checkpoint, **{"lm_head.weight": "model-00009-of-00009.safetensors"})
+READ = """
+import sys, torch
+from skyrl_qwen38.ple import TableSource, TableSourceError
+start, stop, out = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+try:
     source = TableSource.open("owner/model")
-    assert torch.equal(source.read(0, 2304), table_checkpoint()[1])
-    assert hub == [("owner/model", INDEX, None), *(("owner/model", file, "0123abc") for file in (FIRST, SECOND))]
+    torch.save({"rows": source.read(start, stop), "buffers": source.buffers(), "identity": source.identity()}, out)
+except TableSourceError as error:
+    sys.exit(str(error))
+"""
 
 
-def test_a_hub_file_that_cannot_be_fetched_is_named(hub, checkpoint):
-    (checkpoint / SECOND).unlink()
-    with pytest.raises(TableSourceError, match=rf"owner/model cannot be fetched from the hub \({SECOND} not found\)"):
-        TableSource.open("owner/model")
+def fetching(hub: HubServer, home: Path, start: int, stop: int, out: Path) -> subprocess.Popen:
+    environment = os.environ | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0"}
+    return subprocess.Popen(
+        [sys.executable, "-c", READ, str(start), str(stop), str(out)],
+        env=environment | {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
-def test_an_index_from_the_hub_cannot_ask_for_other_paths(hub, checkpoint):
-    edit_index(checkpoint, **{shard_name(3): "../secrets.safetensors"})
-    with pytest.raises(TableSourceError, match=r"\.\./secrets"):
-        TableSource.open("owner/model")
-    assert [file for _, file, _ in hub] == [INDEX]
+def failure(process: subprocess.Popen) -> str:
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 1
+    return text.strip()
+
+
+def test_only_the_files_with_the_own_rows_are_fetched(hub, checkpoint, table_checkpoint, tmp_path, tiny_hasher):
+    """Rows 0 … 767 lie in the first file; the hash buffers in the second come by their byte range."""
+    edit_index(checkpoint, **{"lm_head.weight": "model-00009-of-00009.safetensors"})
+    process = fetching(hub, tmp_path / "home", 0, 768, tmp_path / "out.pt")
+    assert process.wait(timeout=60) == 0, process.stderr.read()
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert torch.equal(found["rows"], table_checkpoint()[1][:768])
+    tiny_hasher.check_buffers(**found["buffers"])
+    assert hub.fetched() == [FIRST, INDEX]
+    assert {file for _, file, _ in hub.requests} == {FIRST, SECOND, INDEX}
+
+
+def test_processes_of_a_node_fetch_each_file_once(hub, table_checkpoint, tmp_path):
+    outs = [tmp_path / f"{rank}.pt" for rank in range(3)]
+    bounds = [(rank * 768, (rank + 1) * 768) for rank in range(3)]
+    processes = [fetching(hub, tmp_path / "home", *rows, out) for rows, out in zip(bounds, outs, strict=True)]
+    for process in processes:
+        assert process.wait(timeout=90) == 0, process.stderr.read()
+    found = [torch.load(out, weights_only=True) for out in outs]
+    assert torch.equal(torch.cat([part["rows"] for part in found]), table_checkpoint()[1])
+    assert len({part["identity"] for part in found}) == 1
+    assert hub.fetched() == [FIRST, SECOND, INDEX]
+
+
+@pytest.mark.parametrize(
+    ("damage", "start", "named"),
+    [
+        (lose_file, 0, SECOND),
+        (lambda folder: edit_index(folder, **{shard_name(3): "../secrets.safetensors"}), 0, "../secrets"),
+        (lambda folder: (folder / INDEX).unlink(), 0, "owner/model has no file model.safetensors"),
+        (truncate_file, 2000, f"{SECOND} cannot be read for {shard_name(4)}"),
+    ],
+)
+def test_what_the_hub_has_wrong_is_named(hub, checkpoint, tmp_path, damage, start, named):
+    damage(checkpoint)
+    sentence = failure(fetching(hub, tmp_path / "home", start, 2304, tmp_path / "out.pt"))
+    assert named in sentence
+    assert len(sentence.splitlines()) == 1
+
+
+def test_a_shard_that_breaks_the_row_count_is_found_when_its_file_comes(hub, checkpoint, tmp_path):
+    """Of a hub repository only the first and the last shard are looked at before."""
+    edit_file(checkpoint / FIRST, lambda t: t.update({shard_name(1): t[shard_name(1)][:-1].clone()}))
+    sentence = failure(fetching(hub, tmp_path / "home", 0, 768, tmp_path / "out.pt"))
+    assert f"{shard_name(1)} is BF16 [460, 4]" in sentence
+    assert "461 rows of 4" in sentence
+
+
+def test_a_server_that_does_not_answer_is_named(hub, tmp_path):
+    hub.close()
+    sentence = failure(fetching(hub, tmp_path / "home", 0, 768, tmp_path / "out.pt"))
+    assert f"{INDEX} of owner/model's table cannot be fetched from the hub (" in sentence
