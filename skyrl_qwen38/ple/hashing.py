@@ -126,6 +126,11 @@ class NgramHasher:
         return self.head_sizes.cumsum(0) - self.head_sizes
 
     @cached_property
+    def smallest_head(self) -> int:
+        """Rows of the head that has fewest."""
+        return int(self.head_sizes.min())
+
+    @cached_property
     def num_rows(self) -> int:
         """Rows of the table, N: all heads, padded to a multiple of `divisible_by`. No id reaches the padding."""
         return math.ceil(int(self.head_sizes.sum()) / self.divisible_by) * self.divisible_by

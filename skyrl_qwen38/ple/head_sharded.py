@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from skyrl_qwen38.ple.hashing import NgramHasher
-from skyrl_qwen38.ple.routing import Requests
+from skyrl_qwen38.ple.routing import Requests, answer_slots
 from skyrl_qwen38.ple.sharded_table import ShardedTable
 
 
@@ -49,12 +49,12 @@ class HeadShardedTable(ShardedTable):
         # Rows are counted from the owner's first, the first of its first head.
         first_rows = self.hasher.head_offsets[::heads].to(row_ids.device).view(self.world_size, 1, 1)
         by_owner = row_ids.view(-1, self.world_size, heads).transpose(0, 1) - first_rows  # [EP, T, K/EP]
-        tokens = by_owner.shape[1]
-        places = torch.arange(row_ids.numel(), device=row_ids.device).view(by_owner.shape).transpose(0, 1)
+        counts = torch.full((self.world_size,), by_owner.shape[1] * heads, device=row_ids.device)
+        slots = answer_slots(counts, self.world_size, self.rank, row_ids.numel()).view(by_owner.shape)
         return Requests(
             by_owner.reshape(-1).int(),
-            torch.full((self.world_size,), tokens * heads, device=row_ids.device),
-            places.reshape(row_ids.shape),
+            counts,
+            slots.transpose(0, 1).reshape(row_ids.shape),
             0,
             torch.zeros((), dtype=torch.int64, device=row_ids.device),
             invalid,

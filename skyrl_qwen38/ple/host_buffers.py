@@ -15,6 +15,7 @@ from torch import Tensor
 
 _SMALLEST = 1 << 20  # below, the C library keeps freed memory by itself
 _HUGE_PAGE = 2 << 20
+_LARGEST_KEPT_BY_MALLOC = 31 << 20
 
 
 class HostBuffers:
@@ -22,6 +23,9 @@ class HostBuffers:
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
+        # The small temporaries of routing stay with the C library. glibc maps those above 128 KiB afresh each time,
+        # until a larger block was freed once: then it keeps what is smaller (mallopt(3), M_MMAP_THRESHOLD).
+        torch.empty(_LARGEST_KEPT_BY_MALLOC, dtype=torch.uint8)
 
     def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """An uninitialised tensor. On any device but the CPU, and for small ones, this is `torch.empty`."""

@@ -45,4 +45,5 @@ class RowPartition:
 
         ((r + 1) * ep - 1) // N. In int64 whatever the ids' dtype: the product does not fit int32.
         """
-        return ((row_ids.long() + 1) * self.world_size - 1) // self.num_rows
+        ranks = row_ids.long() + 1  # a tensor of our own, so the rest is done in place
+        return ranks.mul_(self.world_size).sub_(1).div_(self.num_rows, rounding_mode="floor")

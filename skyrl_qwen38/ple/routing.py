@@ -1,8 +1,10 @@
 """Which rows a rank asks each owner for, and where each answer goes. Pure functions of ids; nothing is sent.
 
-Sorting does all of it at once: it finds the duplicates, groups the rows by owner (owners hold contiguous rows), and
-lets owners gather in rising order. Keys are made unique before rows, because a token has ngram_size - 1 keys and
-heads_per_ngram times as many rows.
+Keys are made unique before rows, because a token has ngram_size - 1 keys and heads_per_ngram times as many rows.
+Different keys seldom ask for one row: rows are looked through for duplicates only where the birthday problem promises
+enough of them, which each rank decides for itself, because no collective depends on it. Everything stays in the order
+of first occurrence: then answers are spread over the tokens by reading them in sequence, which matters more to the
+memory than the order in which an owner gathers.
 """
 
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from skyrl_qwen38.ple.partition import RowPartition
 
 _NO_KEY = (1 << 63) - 1  # above every key: hashing keeps them below 5.9e18
 _INT32_MAX = (1 << 31) - 1
+# U keys in a head of S rows leave a part of about U / 2S of their rows to others; below this, looking costs more.
+_WORTHWHILE_DUPLICATES = 0.1
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,10 @@ class Requests:
         local_rows: integers [>= R], numbered from the owner's first row; those of rank 0 first. What lies beyond the
             first R = sum(counts) is filler: on a GPU R is not known until the host is told.
         counts: int64 [EP], how many of them each rank owns, on the ids' device.
-        places: int64, shaped like the row ids that were asked for: which of the R answers belongs there.
+        places: int32, shaped like the row ids that were asked for: which answer belongs there, where the other ranks'
+            answers come first (those of rank 0 before all) and the rank's own last.
         keys: the n-gram keys that were asked for; 0 where the caller had row ids.
-        unique_keys: int64 scalar on the ids' device: how many of them differ.
+        unique_keys: int64 scalar on the ids' device: how many of them differ, as far as was looked.
         invalid: bool scalar on the ids' device: the ids are refused, and nothing above means anything.
     """
 
@@ -38,14 +43,8 @@ class Requests:
     unique_keys: Tensor
     invalid: Tensor
 
-    @staticmethod
-    def nothing(world_size: int, device: torch.device) -> "Requests":
-        """The requests of a rank that failed before it had any."""
-        none = torch.zeros((), dtype=torch.int64, device=device)
-        return Requests(none.new_zeros(0), none.new_zeros(world_size), none.new_zeros(0), 0, none, none == 0)
 
-
-def route_keys(keys: Tensor, hasher: NgramHasher, partition: RowPartition, invalid: Tensor) -> Requests:
+def route_keys(keys: Tensor, hasher: NgramHasher, partition: RowPartition, rank: int, invalid: Tensor) -> Requests:
     """The requests of n-gram keys.
 
     Args:
@@ -58,62 +57,113 @@ def route_keys(keys: Tensor, hasher: NgramHasher, partition: RowPartition, inval
     flat = keys.reshape(-1, keys.shape[-1])
     rows, inverses, unique_keys = [], [], []
     for order in range(flat.shape[1]):
-        unique, inverse = unique_sorted(flat[:, order].contiguous(), _NO_KEY)
+        unique, inverse = flat[:, order].contiguous(), None
+        if _host_may_not_look(unique) or _repeats(unique):
+            unique, inverse = distinct(unique, _NO_KEY)
         filler = unique == _NO_KEY
-        rows_of_key = hasher.rows_of_keys(unique, order).masked_fill(filler.unsqueeze(-1), partition.num_rows)
+        rows_of_key = hasher.rows_of_keys(unique, order)
+        if _host_may_not_look(unique):
+            rows_of_key.masked_fill_(filler.unsqueeze(-1), partition.num_rows)
         rows.append(rows_of_key.to(_row_dtype(partition)))  # [U, heads]
         inverses.append(inverse)
         unique_keys.append(len(unique) - filler.sum())
-    local_rows, counts, numbers = _by_owner(torch.cat([part.flatten() for part in rows]), partition)
-    places, begin = [], 0
-    for part, inverse in zip(rows, inverses, strict=True):
-        of_key = numbers[begin : begin + part.numel()].view_as(part)
-        places.append(of_key.index_select(0, inverse))  # [T, heads]
-        begin += part.numel()
+    asked = torch.cat([part.flatten() for part in rows])
+    if max(map(len, rows)) >= 2 * _WORTHWHILE_DUPLICATES * hasher.smallest_head:
+        asked, number = distinct(asked, partition.num_rows)
+        local_rows, counts, slots = group_by_owner(asked, partition, rank)
+        slots = slots.index_select(0, number)
+    else:
+        local_rows, counts, slots = group_by_owner(asked, partition, rank)
+    places = []  # of each order [T, heads]
+    for part, inverse in zip(slots.split([part.numel() for part in rows]), inverses, strict=True):
+        of_key = part.view(-1, hasher.heads_per_ngram)
+        places.append(of_key if inverse is None else of_key.index_select(0, inverse))
     shape = (*keys.shape[:-1], hasher.num_heads)
     return Requests(local_rows, counts, torch.cat(places, dim=-1).view(shape), keys.numel(), sum(unique_keys), invalid)
 
 
-def route_rows(row_ids: Tensor, partition: RowPartition) -> Requests:
+def route_rows(row_ids: Tensor, partition: RowPartition, rank: int) -> Requests:
     """The requests of row ids (integers of any shape), refused where one is outside the table."""
     outside = (row_ids < 0) | (row_ids >= partition.num_rows)
     inside = row_ids.masked_fill(outside, 0).to(_row_dtype(partition)).flatten()
-    local_rows, counts, numbers = _by_owner(inside, partition)
+    asked, number = distinct(inside, partition.num_rows)
+    local_rows, counts, slots = group_by_owner(asked, partition, rank)
+    places = slots.index_select(0, number).view(row_ids.shape)
     none = torch.zeros((), dtype=torch.int64, device=row_ids.device)
-    return Requests(local_rows, counts, numbers.view(row_ids.shape), 0, none, outside.any())
+    return Requests(local_rows, counts, places, 0, none, outside.any())
 
 
-def unique_sorted(values: Tensor, filler: int, fixed_size: bool | None = None) -> tuple[Tensor, Tensor]:
-    """Distinct values in rising order, and the number of each value among them.
+def distinct(values: Tensor, filler: int) -> tuple[Tensor, Tensor]:
+    """Distinct values in the order of their first occurrence, and the number of each value among them.
 
     Args:
-        values: integers [n], none above `filler`.
-        fixed_size: True returns n values, `filler` behind the distinct ones. Their number depends on the data, and on
-            a GPU the host would have to wait for it: so that is the default there.
+        values: integers [n], all below `filler` (or filler themselves).
 
     Returns:
-        The distinct values, and int64 [n].
+        The distinct values, on a GPU with `filler` behind them up to n, because the host would have to wait for their
+        number; and int64 [n].
     """
-    if not (values.is_cuda if fixed_size is None else fixed_size):
-        return torch.unique(values, return_inverse=True)
-    in_order, source = values.sort()
-    first = torch.ones_like(in_order, dtype=torch.bool)
-    first[1:] = in_order[1:] != in_order[:-1]
-    number = first.cumsum(0) - 1
-    unique = torch.full_like(in_order, filler).scatter_(0, number, in_order)
-    return unique, torch.empty_like(number).scatter_(0, source, number)
+    in_order, source = values.sort(stable=True)
+    begins = torch.ones_like(in_order, dtype=torch.bool)
+    begins[1:] = in_order[1:] != in_order[:-1]
+    group = begins.cumsum(0) - 1
+    # The sort is stable: a group begins with its first occurrence. One term a group, so nothing is added up.
+    first = torch.zeros_like(source).scatter_add_(0, group, source.masked_fill(~begins, 0))
+    leader = torch.empty_like(source).scatter_(0, source, first.index_select(0, group))
+    number = (leader == torch.arange(len(values), device=values.device)).cumsum(0) - 1
+    inverse = number.index_select(0, leader)
+    unique = torch.full_like(values, filler).scatter_(0, inverse, values)
+    if len(values) and not _host_may_not_look(values):
+        unique = unique[: int(number[-1]) + 1]
+    return unique, inverse
 
 
-def _by_owner(rows: Tensor, partition: RowPartition) -> tuple[Tensor, Tensor, Tensor]:
-    """Distinct rows numbered from their owner's first, how many each owner has, and each row's number among them."""
+def group_by_owner(rows: Tensor, partition: RowPartition, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows [R] (N counts as filler) grouped by owner, each group in the rows' order.
+
+    Returns:
+        The rows as numbered by their owners, filler last; int64 [EP], how many each owner has; and int32 [R], which
+        answer is each row's (see `Requests.places`).
+    """
+    # Memory is touched as little as can be: at this size a fresh temporary costs more than what is done to it.
+    world_size = partition.world_size
+    owners = partition.owner(rows).clamp_(max=world_size)  # the filler's is no rank's
+    owners, order = owners.to(torch.uint8 if world_size < 255 else torch.int32).sort(stable=True)
+    bounds = torch.searchsorted(owners, torch.arange(world_size + 2, device=rows.device, dtype=owners.dtype))
+    counts = bounds.diff()
     boundaries = partition.boundaries.to(device=rows.device, dtype=rows.dtype)
-    unique, numbers = unique_sorted(rows, partition.num_rows)
-    counts = torch.searchsorted(unique, boundaries).diff()
-    owners = torch.searchsorted(boundaries, unique, right=True) - 1  # the filler's is EP, whose boundary is its own
-    local_rows = unique - boundaries[owners]
-    # The same dtype on all ranks, and half the bytes on the wire.
-    largest = -(-partition.num_rows // partition.world_size)
-    return local_rows.to(torch.int32 if largest <= _INT32_MAX else torch.int64), counts, numbers
+    local_rows = rows.index_select(0, order).sub_(boundaries.repeat_interleave(counts, output_size=len(rows)))
+    # The same dtype on all ranks, and half the bytes on the wire where it is int32.
+    largest = -(-partition.num_rows // world_size)
+    local_rows = local_rows.to(torch.int32 if largest <= _INT32_MAX else torch.int64)
+    slots = answer_slots(counts, world_size, rank, len(rows))
+    return local_rows, counts[:-1], torch.empty_like(slots).scatter_(0, order, slots)
+
+
+def answer_slots(counts: Tensor, world_size: int, rank: int, total: int) -> Tensor:
+    """int32 [total]: where the answers to requests, grouped by owner, are put: the rank's own behind all others'.
+
+    Args:
+        counts: int64 [>= EP], of each owner and perhaps of filler behind them; they sum to `total`.
+    """
+    others = counts.clone()
+    others[rank] = 0
+    starts = others.cumsum(0) - others
+    starts[rank] = others[:world_size].sum()
+    shift = (starts - (counts.cumsum(0) - counts)).int()
+    slots = torch.arange(total, device=counts.device, dtype=torch.int32)
+    return slots.add_(shift.repeat_interleave(counts, output_size=total))
+
+
+def _host_may_not_look(tensor: Tensor) -> bool:
+    """Whether sizes must not depend on values, because the host would have to wait for them."""
+    return tensor.is_cuda
+
+
+def _repeats(keys: Tensor) -> bool:
+    """Whether enough of these keys are repeated to make them unique: looks at all occurrences of a 16th of them."""
+    part = keys[(keys >> 11) & 15 == 0] if len(keys) > 1024 else keys
+    return len(torch.unique(part)) < (1 - _WORTHWHILE_DUPLICATES) * len(part)
 
 
 def _row_dtype(partition: RowPartition) -> torch.dtype:

@@ -292,7 +292,7 @@ class ShardedTable(ABC):
         return list(zip(requests, sizes, strict=True))
 
     def _start(self, requests: Requests, sizes: Sizes) -> LookupHandle:
-        device, row_bytes = requests.local_rows.device, self._rows.row_bytes
+        device, row_bytes, places = requests.local_rows.device, self._rows.row_bytes, requests.places
         own, away = sizes.asked[self.rank], sum(sizes.asked) - sizes.asked[self.rank]
         came_in = sum(sizes.wanted) - sizes.wanted[self.rank]
         empty = self._buffers.empty
@@ -309,7 +309,6 @@ class ShardedTable(ABC):
                 pending = self._exchange.output_dist(sizes, answers, received[:away])
             with self._timed("lookup"):
                 self._rows.gather(own_rows, received[away:])
-                places = _own_rows_last(requests, self.rank)
             done = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         self._count(requests, sizes)
 
@@ -371,16 +370,6 @@ class ShardedTable(ABC):
                 tensor.record_stream(self._side_stream)
         with torch.cuda.stream(self._side_stream):
             yield
-
-
-def _own_rows_last(requests: Requests, rank: int) -> Tensor:
-    """`places` for answers of which the rank's own come behind all others'."""
-    own_first = requests.counts[:rank].sum()
-    own = requests.counts[rank]
-    others = requests.counts.sum() - own
-    places = requests.places
-    moved = torch.where(places < own_first + own, places + (others - own_first), places - own)
-    return torch.where(places < own_first, places, moved)
 
 
 def _own_group(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup | None:

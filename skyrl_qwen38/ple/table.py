@@ -21,10 +21,10 @@ class RowShardedTable(ShardedTable):
         return RowPartition(self.num_rows, self.world_size)
 
     def _route_keys(self, keys: Tensor, invalid: Tensor) -> Requests:
-        return route_keys(keys, self.hasher, self._partition, invalid)
+        return route_keys(keys, self.hasher, self._partition, self.rank, invalid)
 
     def _route_rows(self, row_ids: Tensor) -> Requests:
-        return route_rows(row_ids, self._partition)
+        return route_rows(row_ids, self._partition, self.rank)
 
     def _refused_row(self, row_ids: Tensor) -> Exception | None:
         outside = row_ids[(row_ids < 0) | (row_ids >= self.num_rows)]

@@ -1,5 +1,6 @@
-"""Token ids of real text: the documentation and metadata that the installed packages carry."""
+"""Token ids of real text: the text files of the installed packages, documentation and programs alike."""
 
+import hashlib
 import tempfile
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 VOCAB_SIZE = 32_000
 _TEXT_BYTES = 16 << 20
-_PATTERNS = ("METADATA", "*.md", "*.rst", "*.txt")
+_PATTERNS = ("METADATA", "*.md", "*.rst", "*.txt", "*.py")
 
 
 def text_ids() -> Tensor:
@@ -29,12 +30,13 @@ def text_ids() -> Tensor:
 
 
 def _texts() -> list[str]:
-    """Prose of the packages that torch is installed beside, each text once, up to `_TEXT_BYTES`."""
+    """Files of the packages that torch is installed beside, each text once, in an order that mixes packages."""
     texts: dict[str, None] = {}
     size = 0
     packages = Path(torch.__file__).parents[1]
-    for path in sorted(path for pattern in _PATTERNS for path in packages.rglob(pattern)):
-        text = path.read_text(encoding="utf-8", errors="ignore") if path.is_file() else ""
+    paths = {path.relative_to(packages).as_posix(): path for pattern in _PATTERNS for path in packages.rglob(pattern)}
+    for name in sorted(paths, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        text = paths[name].read_text(encoding="utf-8", errors="ignore") if paths[name].is_file() else ""
         if 1000 < len(text) < 200_000 and text not in texts and size + len(text) <= _TEXT_BYTES:
             texts[text] = None
             size += len(text)
