@@ -45,7 +45,7 @@ SAMPLES, PROMPT = 8, 512  # of the RL cell: samples of one prompt, and its token
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: `tokens` a rank, drawn from "text", "uniform", or "samples" (8 samples of one prompt)."""
+    """One measurement: `tokens` a rank of the ids "text", "bpe", "uniform" or "samples" (8 of one prompt, of text)."""
 
     ranks: int
     rows: int
@@ -61,6 +61,7 @@ def cells(quick: bool) -> Iterator[Cell]:
     for ranks, rows in itertools.product((3, 4), (1_000_000, 8_000_000)):
         for tokens, ids in itertools.product((2048, 8192, 32768), ("text", "uniform")):
             yield Cell(ranks, rows, tokens, ids)
+        yield Cell(ranks, rows, 8192, "bpe")
         yield Cell(ranks, rows, 8192, "samples")
 
 
@@ -74,14 +75,15 @@ def make_table(folder: Path, rows: int) -> NgramHasher:
     return hasher
 
 
-def micro_batch(cell: Cell, corpus: Tensor, rank: int, number: int) -> tuple[Tensor, Tensor]:
+def micro_batch(cell: Cell, corpora: dict[str, Tensor], rank: int, number: int) -> tuple[Tensor, Tensor]:
     """Packed tokens and their cu_seqlens, other ones for each rank and round."""
     generator = torch.Generator().manual_seed(1000 * number + rank)
     if cell.ids == "uniform":
         tokens = torch.randint(1, VOCAB_SIZE, (cell.tokens,), generator=generator)
         return tokens, torch.tensor([0, cell.tokens])
+    corpus = corpora["bpe" if cell.ids == "bpe" else "text"]
     start = int(torch.randint(0, len(corpus) - cell.tokens, (), generator=generator))
-    if cell.ids == "text":
+    if cell.ids != "samples":
         return corpus[start : start + cell.tokens], torch.tensor([0, cell.tokens])
     # One prompt, and eight continuations that are text from the places behind it.
     response = cell.tokens // SAMPLES - PROMPT
@@ -96,7 +98,7 @@ def measure(rank: int, group: list[Cell], folder: str, hasher: NgramHasher, roun
     torch.set_num_threads(1)
     world_size = group[0].ranks
     dist.init_process_group("gloo", init_method=f"file://{folder}/{world_size}", rank=rank, world_size=world_size)
-    corpus = text_ids()
+    corpora = {name: text_ids(name) for name in ("text", "bpe")}
     names = ["ours", "all_reduce", "all_to_all"]
     names += ["head_split"] if hasher.num_heads % world_size == 0 else []
     names += ["torchrec"] if _has_torchrec() else []
@@ -109,7 +111,7 @@ def measure(rank: int, group: list[Cell], folder: str, hasher: NgramHasher, roun
             own = TableSource.open(folder).read(block * rank, min(block * (rank + 1), hasher.num_rows))
         peers[name] = PEERS[name](Path(folder), hasher, own)
     for cell in group:
-        result = _measure_cell(cell, peers, corpus, rank, rounds)
+        result = _measure_cell(cell, peers, corpora, rank, rounds)
         if rank == 0:
             answers.put(result)
     dist.barrier()
@@ -117,9 +119,9 @@ def measure(rank: int, group: list[Cell], folder: str, hasher: NgramHasher, roun
 
 
 def _measure_cell(
-    cell: Cell, peers: dict[str, ple_peers.Peer], corpus: Tensor, rank: int, rounds: int
+    cell: Cell, peers: dict[str, ple_peers.Peer], corpora: dict[str, Tensor], rank: int, rounds: int
 ) -> dict[str, Any]:
-    batch = micro_batch(cell, corpus, rank, 0)
+    batch = micro_batch(cell, corpora, rank, 0)
     expected = peers["ours"](*batch)
     memory, wire = {}, {}
     for name, peer in peers.items():
@@ -129,12 +131,13 @@ def _measure_cell(
         if not torch.equal(found.to(expected.dtype), expected):
             raise AssertionError(f"{name} gives other rows than ours in {cell}")
         del found
-        wire[name] = peer.wire_bytes(*batch)
-        peer(*batch)
+        # Of several batches: texts differ in how much they repeat.
+        others = (micro_batch(cell, corpora, rank, number) for number in range(1, rounds + 1))
+        wire[name] = statistics.mean(peer.wire_bytes(*other) for other in others)
     del expected
     seconds: dict[str, list[float]] = {name: [] for name in peers}
     for number in range(rounds):
-        batch = micro_batch(cell, corpus, rank, number + 1)
+        batch = micro_batch(cell, corpora, rank, number + 1)
         order = list(peers)
         for name in order[number % len(order) :] + order[: number % len(order)]:
             dist.barrier()
@@ -232,7 +235,8 @@ def main() -> int:
     parser.add_argument("--rows", type=int, help="only cells of so many rows")
     arguments = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    text_ids()  # once, before the ranks ask for it
+    for name in ("text", "bpe"):
+        text_ids(name)  # once, before the ranks ask for it
     chosen = [
         cell
         for cell in cells(arguments.quick)
