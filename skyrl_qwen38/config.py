@@ -52,8 +52,9 @@ class PatchFlags(BaseConfig):
 class PleConfig(BaseConfig):
     """The n-gram table (PLE) of the model."""
 
-    storage: Literal["auto", "pinned"] = "auto"
-    """Where a rank keeps its rows: `pinned` host memory; `auto` chooses."""
+    storage: Literal["auto", "pinned", "mapped", "node"] = "auto"
+    """Where the rows are: `pinned` in a rank's page-locked memory, `mapped` in the checkpoint's files, `node` all of
+    them once a node, which needs no exchange; `auto` is `pinned` where that fits every node, else `mapped`."""
 
 
 @dataclass

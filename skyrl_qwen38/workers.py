@@ -8,6 +8,7 @@ it when it creates the actor. The other patches are applied when the worker is c
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import socket
 from typing import Any
@@ -36,6 +37,7 @@ class _PatchedWorker:
 
     def __init__(self, **kwargs: Any) -> None:
         settings = kwargs["cfg"].qwen38
+        _show_own_log()
         self._patch_reports = patching.apply(ALL_PATCHES, "trainer", vars(settings.patches), settings)
         super().__init__(**kwargs)
 
@@ -51,6 +53,14 @@ class _PatchedWorker:
     def patch_reports(self) -> list[patching.PatchReport]:
         """The verdict on every trainer patch in this process."""
         return self._patch_reports
+
+
+def _show_own_log() -> None:
+    """What this package has to say at level INFO goes to the worker's standard error, once."""
+    own = logging.getLogger("skyrl_qwen38")
+    if not own.handlers:
+        own.setLevel(logging.INFO)
+        own.addHandler(logging.StreamHandler())
 
 
 class PolicyWorker(_PatchedWorker, MegatronPolicyWorkerBase):

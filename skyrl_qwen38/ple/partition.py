@@ -38,7 +38,11 @@ class RowPartition:
     @property
     def boundaries(self) -> Tensor:
         """int64 [world_size + 1]: `bounds` of all ranks in one."""
-        return torch.arange(self.world_size + 1) * self.num_rows // self.world_size
+        return self.boundaries_on(torch.device("cpu"))
+
+    def boundaries_on(self, device: torch.device) -> Tensor:
+        """`boundaries`, made on the device itself, so that the host need not wait for a copy."""
+        return torch.arange(self.world_size + 1, device=device) * self.num_rows // self.world_size
 
     def owner(self, row_ids: Tensor) -> Tensor:
         """The rank of each row, int64, shaped like `row_ids` (integers in [0, N)).

@@ -131,7 +131,7 @@ def group_by_owner(rows: Tensor, partition: RowPartition, rank: int) -> tuple[Te
     owners, order = owners.to(torch.uint8 if world_size < 255 else torch.int32).sort(stable=True)
     bounds = torch.searchsorted(owners, torch.arange(world_size + 2, device=rows.device, dtype=owners.dtype))
     counts = bounds.diff()
-    boundaries = partition.boundaries.to(device=rows.device, dtype=rows.dtype)
+    boundaries = partition.boundaries_on(rows.device).to(rows.dtype)
     local_rows = rows.index_select(0, order).sub_(boundaries.repeat_interleave(counts, output_size=len(rows)))
     # The same dtype on all ranks, and half the bytes on the wire where it is int32.
     largest = -(-partition.num_rows // world_size)

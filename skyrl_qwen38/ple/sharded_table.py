@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Self
 
 import torch
@@ -100,7 +99,6 @@ class ShardedTable(ABC):
         hasher: NgramHasher,
         group: dist.ProcessGroup | None = None,
         storage: Storage = "auto",
-        timeout: timedelta | None = None,
     ) -> Self:
         """Makes this rank's part of the table ready. Collective over the group.
 
@@ -109,12 +107,12 @@ class ShardedTable(ABC):
                 stops all of them; opened before, it stops that rank alone.
             hasher: of the model's configuration; the checkpoint's hash buffers must agree with it.
             group: the ranks that the table is split over; None is the default group, or a single process. The lookups
-                use a group of their own over these ranks, so that their order cannot mix with that of others.
+                use a group of their own over these ranks, with the same time limit, so that their order cannot mix with
+                that of other collectives.
             storage: "pinned" holds the rank's rows in page-locked memory (ordinary memory without a GPU), once for
                 all processes of the node that hold the same; "mapped" leaves them in the checkpoint's files; "node"
                 holds the whole table once a node, and lookups communicate nothing; "auto" is "pinned" where that
                 fits every node, else "mapped".
-            timeout: of the lookups' collectives; the default is torch.distributed's.
 
         Raises:
             ValueError: the group's size does not suit this kind of split.
@@ -146,7 +144,7 @@ class ShardedTable(ABC):
         fingerprint = _fingerprint(opened, hasher, rows, held, group)
         if choice.storage == "node":
             return cls(opened, rows, choice.storage, fingerprint, hasher, None, (0, 1))
-        return cls(opened, rows, choice.storage, fingerprint, hasher, _own_group(group, timeout), (rank, world_size))
+        return cls(opened, rows, choice.storage, fingerprint, hasher, _own_group(group), (rank, world_size))
 
     def plan(self, batches: Sequence[tuple[Tensor, Tensor | None]]) -> None:
         """Hashes all micro-batches of a step and exchanges the sizes of their lookups in one collective.
@@ -372,13 +370,19 @@ class ShardedTable(ABC):
             yield
 
 
-def _own_group(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup | None:
-    """A group over the same ranks that nothing else uses. Collective over them alone."""
+def _own_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A group over the same ranks, with the same time limit, that nothing else uses. Collective over them alone."""
     if world_size_of(group) == 1:
         return group
-    ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    like = group if group is not None else dist.group.WORLD
+    backend = dist.get_backend(like)
+    device = torch.device("cpu" if backend == dist.Backend.GLOO else "cuda")
     return dist.new_group(
-        ranks, timeout=timeout, backend=dist.get_backend(group), use_local_synchronization=True, group_desc="ple_table"
+        dist.get_process_group_ranks(like),
+        timeout=like._get_backend(device).options._timeout,
+        backend=backend,
+        use_local_synchronization=True,
+        group_desc="ple_table",
     )
 
 

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -145,7 +146,13 @@ class TableSource:
         with (
             ThreadPoolExecutor(_READERS) as readers,
             tqdm(
-                total=len(memory), unit="B", unit_scale=True, desc="n-gram table", disable=not show_progress, delay=3
+                total=len(memory),
+                unit="B",
+                unit_scale=True,
+                desc="n-gram table",
+                disable=not show_progress,
+                delay=3,
+                mininterval=0.5 if sys.stderr.isatty() else 10,  # a log file gets a line now and then
             ) as progress,
         ):
             pieces, begin = [], 0

@@ -4,13 +4,16 @@ import os
 import shutil
 import time
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
 from skyrl_qwen38.ple import HeadShardedTable, NgramHasher, RankFailure, RowShardedTable, TableSource
+from tests.conftest import TABLE_MODULE
 from tests.ranks import RankError
 
 SECONDS_TO_FAIL = 10  # an error that is not agreed on would wait for gloo's time limit instead
@@ -299,7 +302,6 @@ def reads_badly(rank, world_size, folder, hasher):
             raise OSError("the disk is gone")
 
         source.read_into = read_into
-        source.sample = lambda: TableSource.open(folder).sample()
     return failure_of(lambda: RowShardedTable.load(source, hasher))
 
 
@@ -341,3 +343,233 @@ def test_the_fingerprint_is_of_the_table_and_not_of_its_files_or_split(ranks, ta
     assert by_rank[0] == by_rank[1] == by_rank[2] == ranks.run(fingerprints, folders, tiny_hasher, world_size=1)[0]
     same, cut_otherwise, other_dtype = by_rank[0]
     assert same == cut_otherwise != other_dtype
+
+
+# ---- planned steps ----
+
+
+def plans_a_step(rank, world_size, folder, hasher, table, storage):
+    sharded = RowShardedTable.load(folder, hasher, storage=storage)
+    lengths = [[5, 9, 0, 300], [0, 0, 0, 0], [7, 1, 2, 3]][rank]
+    batches = [(tokens_of(10 * i + rank, length), None) for i, length in enumerate(lengths)]
+    packed = torch.cat([tokens_of(77, 4), tokens_of(78, 3)])
+    batches.append((packed, torch.tensor([0, 4, 7])))
+    with CollectiveCalls() as calls:
+        sharded.plan(batches)
+        handles = [sharded.start(*batch) for batch in batches]
+        rows = [handle.wait() for handle in handles]
+    for (ids, cu_seqlens), found in zip(batches, rows, strict=True):
+        assert torch.equal(found, table[hasher.row_ids(ids, cu_seqlens)])
+    assert torch.equal(sharded.start(packed).wait(), table[hasher.row_ids(packed)])  # the plan is used up
+    return calls
+
+
+@pytest.mark.parametrize(("storage", "exchanged"), [("pinned", True), ("mapped", True), ("node", False)])
+def test_a_planned_step_exchanges_sizes_once(ranks, table_checkpoint, tiny_hasher, storage, exchanged):
+    arguments = _folder_hasher_table(table_checkpoint, tiny_hasher)
+    calls = ranks.run(plans_a_step, *arguments, storage, world_size=3)
+    assert calls == [["all_to_all_single"] * (1 + 2 * 5) if exchanged else []] * 3
+
+
+def plans_many(rank, world_size, folder, hasher, table):
+    sharded = RowShardedTable.load(folder, hasher)
+    batches = [(tokens_of(i + rank, 3 * (i % 2)), None) for i in range(70)]
+    with CollectiveCalls() as calls:
+        sharded.plan(batches)
+    for ids, _ in batches:
+        assert torch.equal(sharded.start(ids).wait(), table[hasher.row_ids(ids)])
+    return calls
+
+
+def test_a_collective_carries_the_sizes_of_32_lookups(ranks, table_checkpoint, tiny_hasher):
+    calls = ranks.run(plans_many, *_folder_hasher_table(table_checkpoint, tiny_hasher), world_size=2)
+    assert calls == [["all_to_all_single"] * 3] * 2
+
+
+def plans_badly(rank, world_size, folder, hasher, fault):
+    table = RowShardedTable.load(folder, hasher)
+    ids = tokens_of(rank, 4)
+    if fault == "other numbers":
+        return failure_of(lambda: table.plan([(ids, None)] * (2 + rank)))
+    if fault == "other calls":
+        return failure_of(lambda: table.plan([(ids, None)]) if rank else table.start(ids))
+    if fault == "a bad id":
+        bad = torch.tensor([1, 512]) if rank == 1 else ids
+        return failure_of(lambda: table.plan([(ids, None), (bad, None)]))
+    raise ValueError(fault)
+
+
+def test_different_numbers_of_lookups_stop_all_ranks(ranks, table_checkpoint, tiny_hasher):
+    for failures in ranks.run(plans_badly, table_checkpoint()[0], tiny_hasher, "other numbers", world_size=3):
+        assert list(failures) == [0, 1, 2]
+        assert [f"for {count} lookups" in failures[rank] for rank, count in ((0, 2), (1, 3), (2, 4))] == [True] * 3
+
+
+def test_different_calls_stop_all_ranks(ranks, table_checkpoint, tiny_hasher):
+    for failures in ranks.run(plans_badly, table_checkpoint()[0], tiny_hasher, "other calls", world_size=3):
+        assert "start" in failures[0]
+        assert "plan" in failures[1]
+        assert "plan" in failures[2]
+
+
+def test_a_bad_id_in_a_planned_step_stops_all_ranks(ranks, table_checkpoint, tiny_hasher):
+    failures = ranks.run(plans_badly, table_checkpoint()[0], tiny_hasher, "a bad id", world_size=3)
+    assert failures == [{1: "input_ids holds the token id 512, outside the vocabulary of 512"}] * 3
+
+
+def starts_too_rarely(rank, world_size, folder, hasher):
+    table = RowShardedTable.load(folder, hasher)
+    ids = torch.empty(0, dtype=torch.int64)  # a lookup of nothing, so that ranks may part without a collective
+    table.plan([(ids, None)] * 2)
+    if rank == 1:
+        table._planned.popleft()
+    return failure_of(lambda: table.plan([(ids, None)]))
+
+
+def test_a_planned_lookup_that_was_never_started_stops_all_ranks(ranks, table_checkpoint, tiny_hasher):
+    failures = ranks.run(starts_too_rarely, table_checkpoint()[0], tiny_hasher, world_size=2)
+    assert failures[0] == failures[1]
+    assert failures[0][1] == "1 planned lookups were never started before the next plan"
+
+
+def starts_out_of_order(rank, world_size, folder, hasher):
+    table = RowShardedTable.load(folder, hasher)
+    first, second = tokens_of(rank, 4), tokens_of(rank + 5, 4)
+    table.plan([(first, None), (second, None)])
+    with pytest.raises(ValueError, match="in the order of the plan"):
+        table.start(second)
+
+
+def test_micro_batches_start_in_the_order_of_the_plan(ranks, table_checkpoint, tiny_hasher):
+    ranks.run(starts_out_of_order, table_checkpoint()[0], tiny_hasher, world_size=2)
+
+
+# ---- storage ----
+
+
+def fingerprint_and_rows(rank, world_size, folder, hasher, storage, kind=RowShardedTable):
+    table = kind.load(folder, hasher, storage=storage)
+    return table.fingerprint(), table.storage, table.start(tokens_of(0, 30)).wait()
+
+
+def test_rows_and_fingerprint_are_those_of_the_table_wherever_it_lives(ranks, table_checkpoint, tiny_hasher):
+    folder, table = table_checkpoint()
+    expected = table[tiny_hasher.row_ids(tokens_of(0, 30))]
+    prints = set()
+    for world_size, storage, kind in (
+        (1, "pinned", RowShardedTable),
+        (3, "auto", RowShardedTable),
+        (3, "mapped", RowShardedTable),
+        (3, "node", RowShardedTable),
+        (2, "pinned", HeadShardedTable),
+    ):
+        arguments = (folder, tiny_hasher, storage, kind)
+        for fingerprint, chosen, rows in ranks.run(fingerprint_and_rows, *arguments, world_size=world_size):
+            prints.add(fingerprint)
+            assert chosen == ("pinned" if storage == "auto" else storage)
+            assert torch.equal(rows, expected)
+    assert len(prints) == 1
+
+
+def chooses_by_the_worst_rank(rank, world_size, folder, hasher, storage):
+    from skyrl_qwen38.ple import storage as storage_module
+
+    free = storage_module._free_memory
+    # As on two nodes, one of which has too little.
+    storage_module.socket.gethostname, name = lambda: f"node{rank}", storage_module.socket.gethostname
+    storage_module._free_memory = lambda: 100 if rank == 1 else 1 << 40
+    try:
+        return RowShardedTable.load(folder, hasher, storage=storage).storage
+    except ValueError as error:
+        return str(error)
+    finally:
+        storage_module._free_memory, storage_module.socket.gethostname = free, name
+
+
+def test_the_node_with_the_least_memory_decides_for_all(ranks, table_checkpoint, tiny_hasher):
+    folder, _ = table_checkpoint()
+    assert ranks.run(chooses_by_the_worst_rank, folder, tiny_hasher, "auto", world_size=3) == ["mapped"] * 3
+    refused = ranks.run(chooses_by_the_worst_rank, folder, tiny_hasher, "node", world_size=3)
+    assert len(set(refused)) == 1
+    assert "'node' does not fit" in refused[0]
+    assert "on node node1" in refused[0]
+
+
+def loads_twice(rank, world_size, folder, hasher):
+    first = RowShardedTable.load(folder, hasher)
+    second = RowShardedTable.load(folder, hasher)  # as a reference model on the same ranks does
+    ids = tokens_of(rank, 9)
+    assert torch.equal(first.start(ids).wait(), second.start(ids).wait())
+    return first._rows.shared, second._rows.shared
+
+
+def test_a_reference_model_on_the_same_ranks_shares_the_rows(ranks, table_checkpoint, tiny_hasher):
+    folder, _ = table_checkpoint(row_dim=6)
+    assert ranks.run(loads_twice, folder, tiny_hasher, world_size=3) == [(False, True)] * 3
+
+
+def looks_up_fp8(rank, world_size, folder, hasher, expected):
+    table = RowShardedTable.load(folder, hasher)
+    rows = table.start(tokens_of(rank, 40)).wait()
+    stats = table.stats()
+    assert rows.dtype == torch.bfloat16
+    assert torch.equal(rows, expected[hasher.row_ids(tokens_of(rank, 40))])
+    assert table._rows.row_bytes == 4  # in memory and on the wire a byte an element
+    return stats["bytes_received"]
+
+
+def test_an_fp8_table_travels_in_fp8(ranks, table_checkpoint, tiny_hasher, tmp_path):
+    _, table = table_checkpoint(dtype=torch.float32)
+    scale = 0.37
+    stored = (table / scale).to(torch.float8_e4m3fn)
+    save_file(
+        {
+            f"{TABLE_MODULE}ngram_embedding.weight": stored,
+            f"{TABLE_MODULE}ngram_embedding.weight_scale": torch.tensor(scale),
+        },
+        tmp_path / "model.safetensors",
+    )
+    expected = (stored.double() * torch.tensor(scale).double()).to(torch.bfloat16)  # rounded once
+    ranks.run(looks_up_fp8, tmp_path, tiny_hasher, expected, world_size=3)
+
+
+# ---- many ranks ----
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("world_size", [4, 5, 6, 7, 8])
+def test_uneven_tokens_on_many_ranks(ranks, table_checkpoint, tiny_hasher, dtype, world_size):
+    folder, table = table_checkpoint(dtype=dtype)
+    counts = [0, 1, 2, 9, 511, 4096, 0, 3][:world_size]
+    ranks.run(looks_up, folder, tiny_hasher, table, counts, world_size=world_size, timeout=120)
+
+
+# ---- a rank that is gone ----
+
+
+def loses_a_peer(rank, world_size, folder, hasher):
+    table = RowShardedTable.load(folder, hasher)
+    ids = tokens_of(rank, 5)
+    table.start(ids).wait()
+    if rank == 2:
+        return None  # its process group is destroyed; the peers' third call finds nobody
+    return failure_of(lambda: [table.start(ids).wait() for _ in range(2)])
+
+
+def test_a_rank_that_makes_fewer_calls_and_leaves_ends_its_peers(ranks, table_checkpoint, tiny_hasher):
+    failures = ranks.run(loses_a_peer, table_checkpoint()[0], tiny_hasher, world_size=3)
+    for rank in (0, 1):
+        assert "a peer left the n-gram table's exchange" in failures[rank][rank]
+
+
+def time_limits(rank, world_size, folder, hasher):
+    group = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=17))
+    table = RowShardedTable.load(folder, hasher, group=group)
+    own = table._exchange._group
+    assert own is not group
+    return own._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
+def test_the_exchange_has_a_group_of_its_own_with_the_time_limit_of_the_given_one(ranks, table_checkpoint, tiny_hasher):
+    assert ranks.run(time_limits, table_checkpoint()[0], tiny_hasher, world_size=2) == [17, 17]

@@ -130,6 +130,31 @@ def loss_and_gradients(
     return total.item(), exported if rank == 0 else {}
 
 
+def table_collectives(rank: int, world_size: int, checkpoint: Path, documents: list, overrides: dict) -> list[int]:
+    """How many collectives the table's own group sees in a training step (with backward), and in an evaluation."""
+    model = build(checkpoint, **overrides).model
+    group, all_to_all = model.ple_table._exchange._group, dist.all_to_all_single
+    calls = 0
+
+    def counting(*args, **kwargs):
+        nonlocal calls
+        calls += kwargs.get("group") is group
+        return all_to_all(*args, **kwargs)
+
+    own = documents[rank::world_size]
+    counts = []
+    dist.all_to_all_single = counting
+    try:
+        _loss(model.train(), own).backward()
+        counts.append(calls)
+        with torch.no_grad():
+            packed_logits(model.eval(), own)
+        counts.append(calls - counts[0])
+    finally:
+        dist.all_to_all_single = all_to_all
+    return counts
+
+
 def export(built: Built) -> Iterator[tuple[str, Tensor]]:
     return built.bridge.export_hf_weights(built.chunks, cpu=True, show_progress=False)
 

@@ -91,6 +91,19 @@ def test_micro_batches_in_flight_do_not_disturb_each_other(gradients):
     _assert_relative(found, one, EP_GRADIENT_TOLERANCE)
 
 
+@pytest.mark.parametrize(
+    "recompute", [{}, runs.FULL_RECOMPUTE, runs.CORE_ATTENTION_RECOMPUTE], ids=["none", "full", "selective"]
+)
+def test_neither_recompute_nor_evaluation_repeats_the_exchange(
+    megatron_ranks, released_checkpoint, documents, recompute
+):
+    """Sizes, row numbers, rows: once a forward."""
+    for counts in megatron_ranks.run(
+        runs.table_collectives, released_checkpoint, documents, recompute, world_size=3, timeout=150
+    ):
+        assert counts == [3, 3]
+
+
 def _assert_relative(found: dict, wanted: dict, tolerance: float) -> None:
     norms = {name: gradient.double().norm() for name, gradient in wanted.items() if gradient.is_floating_point()}
     floor = 1e-6 * max(norms.values())

@@ -107,7 +107,10 @@ def test_every_patch_has_a_flag_and_every_flag_a_patch():
         ("trainer.qwen38.max_logprob_abs_diff=small", "max_logprob_abs_diff must be a number, not the text 'small'"),
         ("trainer.qwen38.patches.ple_row_shard=1", "patches.ple_row_shard must be true or false, not 1"),
         ("trainer.qwen38.patches=true", "trainer.qwen38.patches must be a group of settings, not true"),
-        ("trainer.qwen38.ple.storage=disk", "trainer.qwen38.ple.storage must be auto or pinned, not the text 'disk'"),
+        (
+            "trainer.qwen38.ple.storage=disk",
+            "trainer.qwen38.ple.storage must be auto, pinned, mapped or node, not the text 'disk'",
+        ),
         # and of SkyRL's, whose parser lets them through
         ("trainer.seed=abc", "trainer.seed must be a whole number, not the text 'abc'"),
         ("trainer.bf16=1", "trainer.bf16 must be true or false, not 1"),

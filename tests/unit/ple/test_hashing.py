@@ -188,6 +188,41 @@ def test_padded_batches_equal_transformers(transformers_embedding):
     assert torch.equal(NgramHasher.from_config(config).row_ids(ids, attention_mask=mask), expected)
 
 
+def test_continued_sequences_equal_transformers_with_its_cache(transformers_embedding):
+    """A prompt in chunks and then token by token: its cache carries the context, ours is handed over."""
+    from transformers import DynamicCache
+
+    config, embedding = transformers_embedding
+    hasher = NgramHasher.from_config(config)
+    ids = torch.randint(0, 512, (3, 24), generator=torch.Generator().manual_seed(3))
+    ids[0, 5:8], ids[1, 11], ids[2, 0] = 2, 2, 2
+    cache, seen = DynamicCache(config=config), []
+    hook = embedding.ngram_embedding.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    begin = 0
+    for length in (1, 1, 7, 4, *[1] * 11):
+        chunk = ids[:, begin : begin + length]
+        embedding(chunk, cache)
+        before = torch.cat([torch.full((3, 2), 2), ids[:, :begin]], dim=1)[:, -2:]
+        assert torch.equal(hasher.row_ids(chunk, context=before), seen[-1])
+        begin += length
+    hook.remove()
+    assert begin == 24
+    assert torch.equal(hasher.row_ids(ids), torch.cat(seen, dim=1))
+
+
+def test_int32_row_ids_where_they_fit(released, tiny_hasher):
+    ids = torch.tensor([5, 7, 248044, 9, 11])
+    narrow = released.row_ids(ids, dtype=torch.int32)
+    assert narrow.dtype == torch.int32
+    assert torch.equal(narrow.long(), released.row_ids(ids))
+    wide = NgramHasher(vocab_size=512, eos_token_id=2, ngram_vocab_size_base=200_000_000)
+    assert wide.num_rows > 1 << 31
+    with pytest.raises(ValueError, match=r"do not fit torch.int32: ask for torch.int64"):
+        wide.row_ids(torch.tensor([1]), dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"do not fit torch.int16"):
+        tiny_hasher.row_ids(torch.tensor([1]), dtype=torch.int16)
+
+
 # ---- configurations ----
 
 
