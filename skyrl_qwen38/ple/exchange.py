@@ -9,6 +9,7 @@ way at once.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,14 @@ from skyrl_qwen38.ple.routing import Requests
 
 _SIZES_A_ROUND = 32  # lookups whose sizes one collective carries
 _FAILED = -1
+
+
+class Call(IntEnum):
+    """What a rank calls; all ranks of a group must call the same."""
+
+    START = 1
+    PLAN = 2
+    LOOKUP = 3
 
 
 @dataclass(frozen=True)
@@ -63,15 +72,13 @@ class Exchange:
         self._group, self._rank, self._world_size = group, rank, world_size
 
     def sizes(
-        self, call: int, name: str, requests: Sequence[Requests], device: torch.device, error: Exception | None = None
+        self, call: Call, requests: Sequence[Requests], device: torch.device, error: Exception | None = None
     ) -> list[Sizes] | None:
         """Tells every rank how much it will be asked, and whether all ranks make the same call.
 
         One collective for up to 32 lookups (more in further rounds), and one wait of the host.
 
         Args:
-            call: number of the kind of call, the same on all ranks.
-            name: what the caller calls it, for the sentence where they differ.
             error: what failed on this rank before. The rank takes part, which tells its peers.
 
         Returns:
@@ -99,7 +106,7 @@ class Exchange:
             keys = [request.unique_keys for request in part]
             # One copy to the host for all of it: on a GPU this is the wait.
             ours, theirs, keys = _to_host(message, theirs, torch.stack(keys) if keys else message.new_empty(0))
-            self._compare(name, [row[:2] for row in theirs], call)
+            self._compare(call, [row[:2] for row in theirs])
             if any(row[1] == _FAILED for row in theirs):  # the failing rank tells itself too: all are here, or none
                 return None
             sizes += [
@@ -161,14 +168,16 @@ class Exchange:
     def _without_own(self, counts: list[int]) -> list[int]:
         return [0 if rank == self._rank else count for rank, count in enumerate(counts)]
 
-    def _compare(self, name: str, calls: list[list[int]], call: int) -> None:
+    def _compare(self, own: Call, calls: list[list[int]]) -> None:
         counts = {count for _, count in calls if count != _FAILED}
-        if len(counts) > 1 or any(other != call for other, _ in calls):
+        if len(counts) > 1 or any(call != own for call, _ in calls):
+            lookups = [f"{count} lookups" if count != _FAILED else "a refused lookup" for _, count in calls]
             raise RankFailure(
                 {
-                    global_rank(self._group, rank): f"makes the n-gram table's call {kind} for {count} lookups, where "
-                    f"rank {global_rank(self._group, self._rank)} makes {name} ({call})"
-                    for rank, (kind, count) in enumerate(calls)
+                    global_rank(self._group, rank): f"calls the n-gram table's {Call(call).name.lower()} for "
+                    f"{lookups[rank]}, where rank {global_rank(self._group, self._rank)} calls "
+                    f"{own.name.lower()} for {lookups[self._rank]}"
+                    for rank, (call, _) in enumerate(calls)
                 }
             )
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_qwen38.ple.agreement import agree, agree_on, gather_objects, rank_in, world_size_of
-from skyrl_qwen38.ple.exchange import Exchange, Sizes
+from skyrl_qwen38.ple.exchange import Call, Exchange, Sizes
 from skyrl_qwen38.ple.hashing import NgramHasher
 from skyrl_qwen38.ple.host_buffers import HostBuffers
 from skyrl_qwen38.ple.routing import Requests
@@ -24,7 +24,6 @@ from skyrl_qwen38.ple.source import TableSource, sample_rows
 from skyrl_qwen38.ple.storage import RowStore, Storage, choose_storage, open_rows
 
 _LOG = logging.getLogger(__name__)
-_START, _PLAN, _LOOKUP = 1, 2, 3  # kinds of call; ranks must make the same
 
 
 class LookupHandle:
@@ -169,7 +168,7 @@ class ShardedTable(ABC):
             return [self._hash(input_ids, cu_seqlens) for input_ids, cu_seqlens in batches]
 
         device = batches[0][0].device if batches else torch.device("cpu")
-        known = self._sizes(_PLAN, "plan", requests, device, lambda: [self._refusal(*batch) for batch in batches])
+        known = self._sizes(Call.PLAN, requests, device, lambda: [self._refusal(*batch) for batch in batches])
         self._planned.extend(_Planned(input_ids, *each) for (input_ids, _), each in zip(batches, known, strict=True))
 
     def start(
@@ -200,7 +199,7 @@ class ShardedTable(ABC):
             return self._start(planned.requests, planned.sizes)
         arguments = (input_ids, cu_seqlens, attention_mask)
         ((requests, sizes),) = self._sizes(
-            _START, "start", lambda: [self._hash(*arguments)], input_ids.device, lambda: [self._refusal(*arguments)]
+            Call.START, lambda: [self._hash(*arguments)], input_ids.device, lambda: [self._refusal(*arguments)]
         )
         return self._start(requests, sizes)
 
@@ -211,8 +210,7 @@ class ShardedTable(ABC):
             RankFailure: a row id of some rank is not in the table. Raised on all ranks.
         """
         ((requests, sizes),) = self._sizes(
-            _LOOKUP,
-            "lookup",
+            Call.LOOKUP,
             lambda: [self._route_rows(row_ids)],
             row_ids.device,
             lambda: [self._refused_row(row_ids)],
@@ -271,8 +269,7 @@ class ShardedTable(ABC):
 
     def _sizes(
         self,
-        call: int,
-        name: str,
+        call: Call,
         make_requests: Callable[[], list[Requests]],
         device: torch.device,
         refusals: Callable[[], list[Exception | None]],
@@ -284,7 +281,7 @@ class ShardedTable(ABC):
         except Exception as caught:  # whatever it is, the peers are told: they would wait for this rank otherwise
             error = caught
         with self._timed("sizes"), self._on_side_stream(device):
-            sizes = self._exchange.sizes(call, name, requests, device, error)
+            sizes = self._exchange.sizes(call, requests, device, error)
         if sizes is None:
             self._exchange.raise_together(error or next((refusal for refusal in refusals() if refusal), None))
         return list(zip(requests, sizes, strict=True))

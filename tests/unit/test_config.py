@@ -109,7 +109,7 @@ def test_every_patch_has_a_flag_and_every_flag_a_patch():
         ("trainer.qwen38.patches=true", "trainer.qwen38.patches must be a group of settings, not true"),
         (
             "trainer.qwen38.ple.storage=disk",
-            "trainer.qwen38.ple.storage must be auto, pinned, mapped or node, not the text 'disk'",
+            "trainer.qwen38.ple.storage must be auto or pinned or mapped or node, not the text 'disk'",
         ),
         # and of SkyRL's, whose parser lets them through
         ("trainer.seed=abc", "trainer.seed must be a whole number, not the text 'abc'"),

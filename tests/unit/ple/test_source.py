@@ -446,6 +446,7 @@ def test_a_shard_that_breaks_the_row_count_is_found_when_its_file_comes(hub, che
     assert "461 rows of 4" in sentence
 
 
+@pytest.mark.full  # huggingface_hub tries again for half a minute
 def test_a_server_that_does_not_answer_is_named(hub, tmp_path):
     hub.close()
     sentence = failure(fetching(hub, tmp_path / "home", 0, 768, tmp_path / "out.pt"))
