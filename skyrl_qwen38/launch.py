@@ -109,11 +109,6 @@ def explain(error: BaseException, step: int, resumable: bool) -> str:
     return f"{where}: {what}{advice}"
 
 
-def _terminate(signal_number: int, frame: object) -> NoReturn:
-    """On SIGTERM: unwinds, so that Ray is shut down, and exits as a shell reports it."""
-    raise SystemExit(128 + signal_number)
-
-
 @contextlib.contextmanager
 def _no_process_left() -> Iterator[None]:
     """Shuts Ray down at the end and ends every descendant of this process that outlives it."""
@@ -148,7 +143,13 @@ def launch(cfg: Config, folder: Path) -> int:
         cluster = local_cluster(slots)
     record = RunRecord(folder, console, workers, megatron.expert_model_parallel_size, started_at)
     export_environment(cfg)
-    signal.signal(signal.SIGTERM, _terminate)
+    terminated = threading.Event()
+
+    def terminate(signal_number: int, frame: object) -> NoReturn:
+        terminated.set()
+        raise KeyboardInterrupt  # which Ray's core hands on; at SystemExit it ends the process on the spot
+
+    signal.signal(signal.SIGTERM, terminate)
     if not SKYRL_DUMP_INFRA_LOG_TO_STDOUT:
         logger.remove()
         logger.add(sys.stderr, level="WARNING")
@@ -157,7 +158,7 @@ def launch(cfg: Config, folder: Path) -> int:
             record.handle({"kind": "phase", "text": "starting Ray"})
             with cluster:
                 initialize_ray(cfg)
-            signal.signal(signal.SIGTERM, _terminate)  # Ray's core has put its own in place, which dumps a stack
+            signal.signal(signal.SIGTERM, terminate)  # Ray's core has put its own in place, which dumps a stack
             record.handle({"kind": "phase", "text": f"loading SkyRL and the data; logs in {cfg.trainer.log_path}"})
             with PeakMemory() as memory:
                 for event in train.remote(cfg):
@@ -166,7 +167,7 @@ def launch(cfg: Config, folder: Path) -> int:
             return 0
         except KeyboardInterrupt:
             console.print(f"interrupted after step {record.step}; start the same command again to resume")
-            return 130
+            return 128 + (signal.SIGTERM if terminated.is_set() else signal.SIGINT)
         except Exception as error:
             resumable = record.step > 0 and cfg.trainer.ckpt_interval > 0
             Console(stderr=True).print(f"error: {explain(error, record.step, resumable)}", markup=False, soft_wrap=True)
