@@ -206,7 +206,6 @@ def validate(config: Config) -> None:
         prefix = f"trainer.{role}.megatron_config"
         _check_free_keys(f"{prefix}.transformer_config_kwargs", megatron.transformer_config_kwargs, "provider")
         _check_free_keys(f"{prefix}.optimizer_config_kwargs", megatron.optimizer_config_kwargs, "optimizer")
-    _check_lengths(config, model)
     _check_patches(trainer.qwen38.patches)
     if trainer.qwen38.device == "cpu":
         _check_cpu(config, uses_reference)
@@ -307,20 +306,6 @@ def _check_free_keys(path: str, values: Mapping[str, Any], kind: Literal["provid
             raise ConfigError(
                 f"{path}.{key} is no field that Megatron reads" + (f"; did you mean {near}?" if near else "")
             )
-
-
-def _check_lengths(config: Config, model: model_folder.ModelFacts) -> None:
-    """Sequences longer than the dense range of sparse attention, which the model refuses in the middle of a run."""
-    generator = config.generator
-    prompt = max(config.trainer.max_prompt_length, generator.max_input_length)
-    longest = prompt + generator.sampling_params.max_generate_length
-    if model.dense_limit is not None and longest > model.dense_limit:
-        response = longest - prompt
-        raise ConfigError(
-            f"prompts of up to {prompt} tokens (trainer.max_prompt_length, generator.max_input_length) and responses "
-            f"of up to {response} (generator.sampling_params.max_generate_length) exceed {model.dense_limit} tokens, "
-            f"up to which attention of {model.path} is dense, and sparse attention is not supported yet; lower them"
-        )
 
 
 def _check_patches(flags: PatchFlags) -> None:

@@ -19,15 +19,12 @@ class ModelFacts:
         num_experts: E, routed experts of a layer.
         ngram_heads: K, heads of the n-gram table: heads of an n-gram order times the orders from 2 up.
         vocab_size: number of token ids.
-        dense_limit: tokens of a document up to which sparse attention (QSA) selects every key,
-            `indexer_budget + indexer_compress_ratio - 1`; None where the configuration does not say.
     """
 
     path: str
     num_experts: int
     ngram_heads: int
     vocab_size: int
-    dense_limit: int | None
 
 
 def open_model(path: str, setting: str = "trainer.policy.model.path") -> ModelFacts:
@@ -67,15 +64,7 @@ def open_model(path: str, setting: str = "trainer.policy.model.path") -> ModelFa
         num_experts=_size(text, "num_experts", path),
         ngram_heads=_size(text, "heads_per_ngram", path) * (_size(text, "ngram_size", path) - 1),
         vocab_size=_size(text, "vocab_size", path),
-        dense_limit=_dense_limit(text, path),
     )
-
-
-def _dense_limit(text_config: dict[str, Any], path: str) -> int | None:
-    keys = ("indexer_budget", "indexer_compress_ratio")
-    if any(text_config.get(key) is None for key in keys):
-        return None
-    return sum(_size(text_config, key, path) for key in keys) - 1
 
 
 def _small_files_from_hub(path: str, setting: str) -> Path:

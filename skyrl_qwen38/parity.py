@@ -119,8 +119,6 @@ def _check(model: str, documents: list[list[int]], ep: int) -> None:
         raise ValueError(f"--ep={ep} does not divide the {facts.num_experts} experts of {model}: choose one that does.")
     if not documents or not all(documents):
         raise ValueError("There is no document, or one without a token: give each at least one token id.")
-    text = _text_config(model)
-    limit = text["indexer_budget"] + text["indexer_compress_ratio"] - 1
     for number, document in enumerate(documents):
         for token in document:
             if not 0 <= token < facts.vocab_size:
@@ -128,11 +126,6 @@ def _check(model: str, documents: list[list[int]], ep: int) -> None:
                     f"Document {number} has the token id {token}, outside the vocabulary of {facts.vocab_size}: "
                     "use this checkpoint's tokenizer."
                 )
-        if len(document) > limit:
-            raise ValueError(
-                f"Document {number} has {len(document)} tokens, but sparse attention beyond its dense range of "
-                f"{limit} tokens is not implemented: shorten it."
-            )
     needed = _needed_bytes(CheckpointIndex.open(model), sum(map(len, documents)), facts.vocab_size, ep)
     available = psutil.virtual_memory().available
     if needed > available:

@@ -1,18 +1,22 @@
 """Where the documents of a micro-batch lie, and what else of one forward call reaches the layers.
 
-Documents are walls: attention, the convolutions and the DeltaNet state never cross one. Every operation that looks at
-more than one token therefore works on the right-padded view ``[documents, longest, ...]`` of the micro-batch, where
-causality alone keeps padding out of the real tokens, and both input forms (a packed row, padded rows) are the same.
+Documents are walls: attention, the convolutions and the DeltaNet state never cross one. Whatever looks at more than one
+token therefore works on the packed view ``[T, ...]`` of the micro-batch: the tokens of all documents, one after the
+other and without padding. Both input forms (a packed row, padded rows) are the same in it.
 """
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from skyrl_qwen38.qwen4_exp.qsa.selection import SelectionTape
 
 
 class RowsHandle(Protocol):
@@ -23,22 +27,23 @@ class RowsHandle(Protocol):
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of one micro-batch ``[B, S]``.
+    """The documents of one micro-batch ``[B, S]`` with T tokens in them.
 
     Attributes:
-        lengths: tokens of each document.
+        lengths: tokens of each document, known to the host.
         batch, sequence: shape of the micro-batch that the documents lie in.
-        tokens: int64, batch-major flat index of every document token; None when the documents cover the whole
+        tokens: int64 ``[T]``, batch-major flat index of every document token; None when the documents cover the whole
             micro-batch in order.
-        slots: int64, flat index of the same tokens in ``[documents, longest]``; None when that view is the
-            micro-batch itself.
+        cu_seqlens: int64 ``[documents + 1]``, first token of each document in the packed view, and T.
+        positions: int64 ``[T]``, of each token in its document.
     """
 
     lengths: tuple[int, ...]
     batch: int
     sequence: int
     tokens: Tensor | None
-    slots: Tensor | None
+    cu_seqlens: Tensor
+    positions: Tensor
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, sequence: int) -> Documents:
@@ -54,7 +59,13 @@ class Documents:
                 "give bounds that start at 0 and end at the row's length."
             )
         lengths = tuple(stop - start for start, stop in itertools.pairwise(bounds))
-        return cls(lengths, 1, sequence, None, _slots(lengths, cu_seqlens.device))
+        return cls._made(lengths, 1, sequence, None, cu_seqlens.long())
+
+    @classmethod
+    def from_rows(cls, batch: int, sequence: int, device: torch.device) -> Documents:
+        """One document a row, without padding."""
+        cu_seqlens = torch.arange(batch + 1, device=device) * sequence
+        return cls._made((sequence,) * batch, batch, sequence, None, cu_seqlens)
 
     @classmethod
     def from_padded_rows(cls, keep: Tensor) -> Documents:
@@ -64,37 +75,43 @@ class Documents:
             ValueError: a row has padding between its tokens.
         """
         batch, sequence = keep.shape
-        lengths = keep.sum(1).tolist()
-        gaps = (keep[:, 1:] & ~keep[:, :-1]).sum(1) + keep[:, 0]
-        for row, (length, starts) in enumerate(zip(lengths, gaps.tolist(), strict=True)):
-            if starts > 1:
+        starts = (keep[:, 1:] & ~keep[:, :-1]).sum(1) + keep[:, 0]
+        lengths, runs = torch.stack([keep.sum(1), starts]).tolist()
+        for row, (length, found) in enumerate(zip(lengths, runs, strict=True)):
+            if found > 1:
                 raise ValueError(
                     f"Row {row} of the attention mask has padding between its {length} tokens: pad on one side only."
                 )
         if sum(lengths) == batch * sequence:
-            return cls(tuple(lengths), batch, sequence, None, None)
-        tokens = keep.flatten().nonzero().flatten()
-        return cls(tuple(lengths), batch, sequence, tokens, _slots(tuple(lengths), keep.device))
+            return cls.from_rows(batch, sequence, keep.device)
+        tokens = torch.nonzero_static(keep.flatten(), size=sum(lengths)).flatten()
+        cu_seqlens = F.pad(keep.sum(1).cumsum(0), (1, 0))
+        return cls._made(tuple(lengths), batch, sequence, tokens, cu_seqlens)
+
+    @classmethod
+    def _made(cls, lengths: tuple[int, ...], batch: int, sequence: int, tokens: Tensor | None, cu: Tensor) -> Documents:
+        count = sum(lengths)
+        starts = cu[:-1].repeat_interleave(cu.diff(), output_size=count)
+        return cls(lengths, batch, sequence, tokens, cu, torch.arange(count, device=cu.device) - starts)
 
     @property
     def longest(self) -> int:
-        return max(1, *self.lengths)
+        return max(0, *self.lengths)
 
-    def pad(self, x: Tensor) -> Tensor:
-        """``[S, B, ...]`` to the right-padded view ``[documents, longest, ...]``, zeros at padding."""
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """First token of each document in the packed view, and the token after its last."""
+        return list(itertools.pairwise(itertools.accumulate(self.lengths, initial=0)))
+
+    def pack(self, x: Tensor) -> Tensor:
+        """``[S, B, ...]`` to ``[T, ...]``."""
+        if self.batch == 1 and self.tokens is None:
+            return x.squeeze(1)
         x = x.transpose(0, 1).flatten(0, 1)  # [B * S, ...]
-        if self.tokens is not None:
-            x = x[self.tokens]
-        if self.slots is not None:
-            padded = x.new_zeros(len(self.lengths) * self.longest, *x.shape[1:])
-            x = padded.index_copy(0, self.slots, x)
-        return x.unflatten(0, (len(self.lengths), self.longest))
+        return x if self.tokens is None else x.index_select(0, self.tokens)
 
-    def unpad(self, x: Tensor) -> Tensor:
-        """The inverse of :meth:`pad`: ``[documents, longest, ...]`` to ``[S, B, ...]``, zeros outside documents."""
-        x = x.flatten(0, 1)
-        if self.slots is not None:
-            x = x[self.slots]
+    def unpack(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`pack`: ``[T, ...]`` to ``[S, B, ...]``, zeros outside documents."""
         if self.tokens is not None:
             x = x.new_zeros(self.batch * self.sequence, *x.shape[1:]).index_copy(0, self.tokens, x)
         return x.unflatten(0, (self.batch, self.sequence)).transpose(0, 1)
@@ -110,12 +127,4 @@ class ForwardContext:
 
     documents: Documents
     ngram_rows: RowsHandle
-
-
-def _slots(lengths: tuple[int, ...], device: torch.device) -> Tensor | None:
-    """Flat indices into ``[documents, longest]`` of every token, or None for documents of one length."""
-    longest = max(1, *lengths)
-    if all(length == longest for length in lengths):
-        return None
-    slots = [torch.arange(length) + index * longest for index, length in enumerate(lengths)]
-    return torch.cat(slots).to(device)
+    selections: SelectionTape | None = None

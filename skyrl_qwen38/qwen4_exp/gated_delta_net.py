@@ -14,9 +14,9 @@ from megatron.core.ssm.gated_delta_net import common as mcore_gdn
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from skyrl_qwen38.qwen4_exp.documents import ForwardContext
-
-_CHUNK = 64
+from skyrl_qwen38.qwen4_exp.documents import Documents, ForwardContext
+from skyrl_qwen38.qwen4_exp.gated_delta_rule import gated_delta_rule
+from skyrl_qwen38.qwen4_exp.short_conv import short_conv
 
 
 @contextmanager
@@ -46,7 +46,7 @@ class Qwen4ExpGatedDeltaNet(GatedDeltaNet):
 
     def _setup_variant_attrs(self) -> None:
         super()._setup_variant_attrs()
-        self.gated_delta_rule = _gated_delta_rule
+        self.gated_delta_rule = _rule
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, attention_bias: ForwardContext, **kwargs
@@ -57,38 +57,39 @@ class Qwen4ExpGatedDeltaNet(GatedDeltaNet):
         """
         documents = attention_bias.documents
         projected, _ = self.in_proj(hidden_states)
-        qkv, z, b, a = documents.pad(projected).split(self.feat_dim_split, dim=-1)  # [documents, L, ...]
+        qkv, z, b, a = documents.pack(projected).split(self.feat_dim_split, dim=-1)  # [T, ...]
 
-        qkv = self.act_fn(self._causal_conv(qkv))
+        qkv = _short_conv_silu(qkv, self.conv1d.weight, documents)
         query, key, value = qkv.split([self.qk_dim, self.qk_dim, self.v_dim], dim=-1)
-        query = _l2_norm(query.unflatten(-1, (self.num_key_heads, self.key_head_dim)))
-        key = _l2_norm(key.unflatten(-1, (self.num_key_heads, self.key_head_dim)))
-        value = value.unflatten(-1, (self.num_value_heads, self.value_head_dim))
-        group = self.num_value_heads // self.num_key_heads  # value head j reads key head j // group
-
-        output, _ = self.gated_delta_rule(
-            query.repeat_interleave(group, dim=2),
-            key.repeat_interleave(group, dim=2),
-            value,
+        output = self.gated_delta_rule(
+            _l2_norm(query.unflatten(-1, (self.num_key_heads, self.key_head_dim))),
+            _l2_norm(key.unflatten(-1, (self.num_key_heads, self.key_head_dim))),
+            value.unflatten(-1, (self.num_value_heads, self.value_head_dim)),
             g=-self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float()),
             beta=b.sigmoid(),
-        )  # [documents, L, value heads, d_v]
+            documents=documents,
+        )  # [T, value heads, d_v]
         gate = torch.sigmoid(z.float()).view_as(output)
         output = (self.out_norm(output) * gate).to(hidden_states.dtype).flatten(-2)
-        return self.out_proj(documents.unpad(output).contiguous())
-
-    def _causal_conv(self, x: Tensor) -> Tensor:
-        """Depthwise, over ``[documents, L, channels]``; the module's own padding gives the zeros to the left."""
-        return self.conv1d(x.transpose(1, 2))[..., : x.shape[1]].transpose(1, 2)
+        return self.out_proj(documents.unpack(output).contiguous())
 
 
-def _gated_delta_rule(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor) -> tuple[Tensor, None]:
-    """The chunked recurrence over ``[documents, L, heads, d]``: fla's kernel on its own devices, torch elsewhere."""
+def _short_conv_silu(x: Tensor, weight: Tensor, documents: Documents) -> Tensor:
+    if x.is_cuda and mcore_gdn.causal_conv1d is not None:
+        weight = weight.squeeze(1)
+        return mcore_gdn.causal_conv1d(x[None], weight, activation="silu", cu_seqlens=documents.cu_seqlens)[0][0]
+    return F.silu(short_conv(x, weight, documents.positions))
+
+
+def _rule(query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, documents: Documents) -> Tensor:
+    """fla's kernel on its own devices, torch elsewhere."""
     if query.is_cuda and mcore_gdn.chunk_gated_delta_rule is not None:
-        return mcore_gdn.chunk_gated_delta_rule(query, key, value, g=g, beta=beta)
-    # The torch form pads to whole chunks: its default of 64 triples the work on documents of 20 tokens.
-    chunk = min(_CHUNK, query.shape[1])
-    return mcore_gdn.torch_chunk_gated_delta_rule(query, key, value, g=g, beta=beta, chunk_size=chunk)
+        group = value.shape[1] // query.shape[1]  # value head j reads key head j // group
+        query, key = (x.repeat_interleave(group, dim=1) for x in (query, key))
+        packed = (x[None] for x in (query, key, value))
+        cu_seqlens = documents.cu_seqlens
+        return mcore_gdn.chunk_gated_delta_rule(*packed, g=g[None], beta=beta[None], cu_seqlens=cu_seqlens)[0][0]
+    return gated_delta_rule(query, key, value, g, beta, documents.lengths)
 
 
 def _l2_norm(x: Tensor) -> Tensor:

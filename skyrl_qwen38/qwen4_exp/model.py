@@ -11,7 +11,7 @@ from torch import Tensor
 from skyrl_qwen38.ple import NgramHasher
 from skyrl_qwen38.qwen4_exp.documents import Documents, ForwardContext, RowsHandle
 from skyrl_qwen38.qwen4_exp.ple_layer import HASH_BUFFERS, PLELayer
-from skyrl_qwen38.qwen4_exp.qsa.indexer import dense_limit
+from skyrl_qwen38.qwen4_exp.qsa.selection import SelectionTape
 
 
 class RowsTable(Protocol):
@@ -41,6 +41,7 @@ class Qwen4ExpModel(GPTModel):
         attention_mask: Tensor | None = None,
         *,
         packed_seq_params: PackedSeqParams | None = None,
+        selections: SelectionTape | None = None,
         output_processor: Callable[..., Tensor] | None = None,
         output_processor_context: Any | None = None,
         **kwargs,
@@ -52,18 +53,12 @@ class Qwen4ExpModel(GPTModel):
             position_ids: not read; a document's positions count from its start.
             attention_mask: bool ``[B, 1, 1, S]``, True at padding, on either side of a row; None: no padding.
             packed_seq_params: ``thd`` bounds of the documents of a packed row.
+            selections: records which keys sparse attention selects, or says which.
 
         Raises:
-            ValueError: the bounds or the mask do not describe documents, or a document is longer than QSA's dense
-                range.
+            ValueError: the bounds or the mask do not describe documents, or the selections are not theirs.
         """
         documents, cu_seqlens, keep = _read_documents(input_ids, attention_mask, packed_seq_params)
-        limit = dense_limit(self.config)
-        if documents.longest > limit:
-            raise ValueError(
-                f"A document has {documents.longest} tokens, but sparse attention beyond its dense range of {limit} "
-                "tokens is not implemented: shorten prompts and responses."
-            )
         # Before anything else, so that the exchange runs beside the embedding and the first layer, and outside of
         # what recompute repeats.
         rows = self.ple_table.start(input_ids, cu_seqlens, keep)
@@ -72,7 +67,7 @@ class Qwen4ExpModel(GPTModel):
             position_ids,
             attention_mask=None,  # the documents say it all
             packed_seq_params=packed_seq_params,
-            extra_block_kwargs={"attention_bias": ForwardContext(documents, rows)},
+            extra_block_kwargs={"attention_bias": ForwardContext(documents, rows, selections)},
             output_processor=output_processor,
             output_processor_context=output_processor_context,
             **kwargs,
@@ -110,7 +105,7 @@ def _read_documents(
             cu_seqlens = packed_seq_params.cu_seqlens_q
         return Documents.from_cu_seqlens(cu_seqlens, sequence), cu_seqlens, None
     if attention_mask is None:
-        return Documents((sequence,) * batch, batch, sequence, None, None), None, None
+        return Documents.from_rows(batch, sequence, input_ids.device), None, None
     if attention_mask.shape != (batch, 1, 1, sequence):
         raise ValueError(
             f"The attention mask has shape {list(attention_mask.shape)}, but [B, 1, 1, S] = "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from skyrl_qwen38.qwen4_exp.documents import ForwardContext
 from skyrl_qwen38.qwen4_exp.norms import ZeroCenteredRMSNorm
+from skyrl_qwen38.qwen4_exp.short_conv import short_conv
 
 HASH_BUFFERS = ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets")
 """The hash's constants, int64, in the checkpoint: :class:`~skyrl_qwen38.ple.NgramHasher` computes the same."""
@@ -68,7 +69,6 @@ class PLELayer(nn.Module):
         return gated + self._short_conv(self.norm_conv(gated), context)
 
     def _short_conv(self, x: Tensor, context: ForwardContext) -> Tensor:
-        x = context.documents.pad(x)  # [documents, L, n*H]
-        length = x.shape[1]
-        x = F.silu(self.conv1d(x.transpose(1, 2))[..., :length]).transpose(1, 2)
-        return context.documents.unpad(x)
+        documents = context.documents
+        x = short_conv(documents.pack(x), self.conv1d.weight, documents.positions, self.dilation)
+        return documents.unpack(F.silu(x))

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-NUM_EXPERTS = 6
+NUM_EXPERTS = 12
 NUM_LAYERS = 4
 EOS = 2
 VOCAB = 512
@@ -15,7 +15,7 @@ DENSE_LIMIT = 64 + 4 - 1
 
 
 def text_config(**changes):
-    """The tiny configuration: [DeltaNet, DeltaNet + PLE, DeltaNet, QSA], 16 n-gram heads, 6 experts."""
+    """The tiny configuration: [DeltaNet, DeltaNet + PLE, DeltaNet, QSA], 16 n-gram heads, 12 experts."""
     from transformers.models.qwen4_exp.configuration_qwen4_exp import Qwen4ExpTextConfig
 
     values = {
@@ -60,7 +60,8 @@ def text_config(**changes):
 
 
 def make_text_checkpoint(folder: Path, seed: int = 0, **changes) -> Path:
-    """Every tensor random: zero norms and convolutions would hide whole branches of the model."""
+    """Every tensor random: zero norms and convolutions would hide whole branches of the model. In fp32, of values that
+    bf16 holds, so that both dtypes can be compared."""
     from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpForCausalLM
 
     torch.manual_seed(seed)
@@ -70,6 +71,7 @@ def make_text_checkpoint(folder: Path, seed: int = 0, **changes) -> Path:
             parameter.add_(torch.randn_like(parameter) * (0.3 if "conv1d" in name else 0.08))
             if name.endswith("A_log"):  # slow decays: a state that leaks across documents must show
                 parameter.copy_(torch.linspace(-4, 0, parameter.numel()))
+            parameter.copy_(parameter.bfloat16())
     model.save_pretrained(folder)
     return folder
 

@@ -66,10 +66,10 @@ def build(checkpoint: Path, table: str = "rows", load_weights: bool = True, **ov
     return Built(bridge, chunks, provider)
 
 
-def packed_logits(model, documents: list[list[int]]) -> list[Tensor]:
+def packed_logits(model, documents: list[list[int]], tape: Any = None) -> list[Tensor]:
     """Logits of documents that lie in one packed row, ``[tokens, V]`` for each."""
     ids = torch.tensor([list(chain.from_iterable(documents))])
-    logits = model(ids, None, None, packed_seq_params=packing(documents))
+    logits = model(ids, None, None, packed_seq_params=packing(documents), selections=tape)
     return list(logits[0].split([len(document) for document in documents]))
 
 
@@ -83,7 +83,7 @@ def packing(documents: list[list[int]]):
     )
 
 
-def padded_logits(model, documents: list[list[int]], side: str) -> list[Tensor]:
+def padded_logits(model, documents: list[list[int]], side: str, tape: Any = None) -> list[Tensor]:
     """Logits of documents in padded rows, as SkyRL hands them over without packing."""
     longest = max(map(len, documents))
     ids = torch.zeros(len(documents), longest, dtype=torch.int64)
@@ -91,21 +91,88 @@ def padded_logits(model, documents: list[list[int]], side: str) -> list[Tensor]:
     for row, document in enumerate(documents):
         place = slice(0, len(document)) if side == "right" else slice(longest - len(document), longest)
         ids[row, place], keep[row, place] = torch.tensor(document), True
-    logits = model(ids, torch.arange(longest).expand(len(documents), -1), ~keep[:, None, None, :])
+    positions = torch.arange(longest).expand(len(documents), -1)
+    logits = model(ids, positions, ~keep[:, None, None, :], selections=tape)
     return [logits[row, keep[row]] for row in range(len(documents))]
 
 
+def tape_of(provider: Any, selections: list[dict[int, Tensor]]) -> Any:
+    """What documents' selections, in their order, are to a call of the model: it replays them."""
+    from skyrl_qwen38.qwen4_exp.qsa.selection import Selection, SelectionTape
+
+    ratio = provider.indexer_compress_ratio
+    first = provider.indexer_budget + ratio - 1
+    layers = selections[0] if selections else {}
+    return SelectionTape(
+        replay=True, layers={layer: Selection(ratio, first, tuple(s[layer] for s in selections)) for layer in layers}
+    )
+
+
 @torch.no_grad()
-def logprobs(rank: int, world_size: int, checkpoint: Path, documents: list, form: str, table: str) -> list[Tensor]:
+def logprobs(
+    rank: int, world_size: int, checkpoint: Path, documents: list, selections: list, form: str, table: str
+) -> list[Tensor]:
     """Log-probs of this rank's documents (every world_size-th), as "packed", "right" or "left" padded rows."""
-    model = build(checkpoint, table).model.eval()
+    built = build(checkpoint, table)
+    model, tape = built.model.eval(), tape_of(built.provider, selections[rank::world_size])
     own = documents[rank::world_size]
-    logits = packed_logits(model, own) if form == "packed" else padded_logits(model, own, form)
+    logits = packed_logits(model, own, tape) if form == "packed" else padded_logits(model, own, form, tape)
     return [scores.log_softmax(-1) for scores in logits]
 
 
+@dataclass
+class Observed:
+    """Of every document, packed: see `transformers_runs.Reference`; the selections are this model's own."""
+
+    logprobs: list[Tensor]
+    streams: list[Tensor]
+    selections: list[dict[int, Tensor]]
+
+
+@torch.no_grad()
+def observe(rank: int, world_size: int, checkpoint: Path, documents: list, selections: list) -> Observed:
+    """All documents on every rank, packed into one row: log-probs and streams with the given selections, and which
+    blocks the model selects itself (given those before)."""
+    from megatron.core.utils import unwrap_model
+
+    from skyrl_qwen38.qwen4_exp.qsa.attention import QwenSparseAttention
+    from skyrl_qwen38.qwen4_exp.qsa.selection import SelectionTape
+
+    built = build(checkpoint)
+    model = built.model.eval()
+    lengths = [len(document) for document in documents]
+    streams, chosen = [], SelectionTape()
+    for layer in unwrap_model(model).decoder.layers:
+        layer.register_forward_hook(lambda module, inputs, output: streams.append(output[0][:, 0].clone()))
+        if isinstance(layer.self_attention, QwenSparseAttention):
+            layer.self_attention.register_forward_pre_hook(_choose_too(chosen), with_kwargs=True)
+    logits = packed_logits(model, documents, tape_of(built.provider, selections))
+    by_document = zip(*(stream.split(lengths) for stream in streams), strict=True)
+    return Observed(
+        [scores.log_softmax(-1) for scores in logits],
+        [torch.stack(parts) for parts in by_document],
+        [{layer: s.blocks[number] for layer, s in chosen.layers.items()} for number in range(len(documents))],
+    )
+
+
+def _choose_too(tape: Any) -> Callable:
+    """A hook that has a layer choose for the tape, whatever it is told to attend to."""
+
+    def choose(module, inputs, kwargs):
+        documents, angles = kwargs["attention_bias"].documents, kwargs["rotary_pos_emb"]
+        module._select(inputs[0], documents, angles, tape)
+
+    return choose
+
+
 def loss_and_gradients(
-    rank: int, world_size: int, checkpoint: Path, documents: list, overrides: dict, in_flight: int = 1
+    rank: int,
+    world_size: int,
+    checkpoint: Path,
+    documents: list,
+    selections: list,
+    overrides: dict,
+    in_flight: int = 1,
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss of all ranks' documents together, and its gradients by Hugging Face name (on rank 0; {} elsewhere).
 
@@ -113,8 +180,11 @@ def loss_and_gradients(
     """
     built = build(checkpoint, **overrides)
     model = built.model.train()
-    own = documents[rank::world_size]
-    losses = [_loss(model, own[first::in_flight]) for first in range(in_flight)]
+    own, chosen = documents[rank::world_size], selections[rank::world_size]
+    losses = [
+        _loss(model, own[first::in_flight], tape_of(built.provider, chosen[first::in_flight]))
+        for first in range(in_flight)
+    ]
     for loss in losses:
         loss.backward()
     total = torch.stack(losses).sum().detach()
@@ -159,9 +229,9 @@ def export(built: Built) -> Iterator[tuple[str, Tensor]]:
     return built.bridge.export_hf_weights(built.chunks, cpu=True, show_progress=False)
 
 
-def _loss(model, documents: list[list[int]]) -> Tensor:
+def _loss(model, documents: list[list[int]], tape: Any = None) -> Tensor:
     loss = torch.zeros(())
-    for document, logits in zip(documents, packed_logits(model, documents), strict=True):
+    for document, logits in zip(documents, packed_logits(model, documents, tape), strict=True):
         scores = logits[:-1].log_softmax(-1)
         loss = loss - scores.gather(1, torch.tensor(document)[1:, None]).sum()
     return loss

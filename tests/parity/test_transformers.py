@@ -1,18 +1,27 @@
-"""The Megatron model against Transformers' on each document alone, fp32.
+"""The Megatron model against Transformers' on each document alone, fp32; sparse attention replays its selections.
 
-Tolerances: log-probs 1e-5 absolute (fp32 resolution at their size, 8, is 1e-6; measured 2e-6); gradients relative
-‖Δ‖₂/‖g‖₂ per tensor 1e-5 against Transformers and 5e-6 between EP sizes; tensors with a norm below 1e-6 of the largest
-are compared with that floor.
+Tolerances: log-probs 3e-6 absolute (fp32 resolution at their size, 8, is 1e-6); gradients relative ‖Δ‖₂/‖g‖₂ per tensor
+1e-5 against Transformers and 5e-6 between EP sizes; tensors with a norm below 1e-6 of the largest are compared with
+that floor.
 """
 
 import pytest
 import torch
 
 from tests.parity import megatron_runs as runs
+from tests.parity.comparisons import (
+    GATED,
+    GRADIENT_TOLERANCE,
+    LOGPROB_TOLERANCE,
+    STREAM_TOLERANCE,
+    assert_gradients,
+    assert_selections,
+    relative_errors,
+)
 
-LOGPROB_TOLERANCE = 1e-5
-GRADIENT_TOLERANCE = 1e-5
 EP_GRADIENT_TOLERANCE = 5e-6
+# Of these documents: Transformers in fp32 differs by 3e-5 from itself in fp64 there.
+GATED_TOLERANCE = 6e-5
 
 
 @pytest.mark.parametrize(
@@ -28,14 +37,28 @@ EP_GRADIENT_TOLERANCE = 5e-6
     ],
 )
 def test_logprobs(megatron_ranks, text_checkpoint, documents, reference, ep, form, table):
-    by_rank = megatron_ranks.run(runs.logprobs, text_checkpoint, documents, form, table, world_size=ep, timeout=150)
+    by_rank = megatron_ranks.run(
+        runs.logprobs, text_checkpoint, documents, reference.selections, form, table, world_size=ep, timeout=150
+    )
     for rank, found in enumerate(by_rank):
         for scores, wanted in zip(found, reference.logprobs[rank::ep], strict=True):
             torch.testing.assert_close(scores, wanted, rtol=0, atol=LOGPROB_TOLERANCE)
 
 
+def test_every_layers_streams_and_what_attention_selects(megatron_ranks, text_checkpoint, documents, reference):
+    """Packed; streams with the reference's selections, selections from the same inputs but for rounding."""
+    (found,) = megatron_ranks.run(
+        runs.observe, text_checkpoint, documents, reference.selections, world_size=1, timeout=150
+    )
+    for name, tolerance in (("logprobs", LOGPROB_TOLERANCE), ("streams", STREAM_TOLERANCE)):
+        for one, other in zip(getattr(found, name), getattr(reference, name), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
+    assert sum(len(blocks) for chosen in found.selections for blocks in chosen.values()) > 30
+    assert_selections(found.selections, reference.scores)
+
+
 @pytest.fixture(scope="module")
-def gradients(megatron_ranks, released_checkpoint, documents):
+def gradients(megatron_ranks, released_checkpoint, documents, reference):
     """Loss and gradients of one global batch by (EP, overrides, micro-batches in flight), each computed once."""
     found = {}
 
@@ -46,6 +69,7 @@ def gradients(megatron_ranks, released_checkpoint, documents):
                 runs.loss_and_gradients,
                 released_checkpoint,
                 documents,
+                reference.selections,
                 overrides or {},
                 in_flight,
                 world_size=ep,
@@ -56,7 +80,7 @@ def gradients(megatron_ranks, released_checkpoint, documents):
     return run
 
 
-@pytest.mark.parametrize("ep", [1, 2, 3])
+@pytest.mark.parametrize("ep", [1, 2, 3, 4])
 def test_gradients_of_every_trained_parameter(gradients, reference, ep):
     loss, found = gradients(ep)
     assert loss == pytest.approx(reference.loss, rel=1e-6)
@@ -64,15 +88,19 @@ def test_gradients_of_every_trained_parameter(gradients, reference, ep):
     trained = {name for name in found if ".indexer." not in name and found[name].is_floating_point()}
     # Transformers also trains the table, which is frozen here.
     assert trained == {name for name in reference.gradients if "ngram_embedding" not in name}
-    _assert_relative(found, {name: reference.gradients[name] for name in trained}, GRADIENT_TOLERANCE)
+    errors = relative_errors(found, {name: reference.gradients[name] for name in trained})
+    assert {name: e for name, e in errors.items() if e > GRADIENT_TOLERANCE and not name.endswith(GATED)} == {}
+    gated = {name: e for name, e in errors.items() if name.endswith(GATED)}
+    assert len(gated) == 3
+    assert max(gated.values()) <= GATED_TOLERANCE
 
 
-@pytest.mark.parametrize("ep", [2, 3])
+@pytest.mark.parametrize("ep", [2, 3, 4])
 def test_ep_changes_neither_loss_nor_gradients(gradients, ep):
     loss, found = gradients(ep)
     one_loss, one = gradients(1)
     assert loss == pytest.approx(one_loss, rel=1e-6)
-    _assert_relative(found, one, EP_GRADIENT_TOLERANCE)
+    assert_gradients(found, one, EP_GRADIENT_TOLERANCE)
 
 
 @pytest.mark.parametrize("recompute", [runs.FULL_RECOMPUTE, runs.CORE_ATTENTION_RECOMPUTE], ids=["full", "selective"])
@@ -81,14 +109,14 @@ def test_recompute_changes_nothing_with_any_number_of_micro_batches_in_flight(gr
     loss, found = gradients(1, recompute, in_flight)
     plain_loss, plain = gradients(1, None, in_flight)
     assert loss == plain_loss
-    _assert_relative(found, plain, 1e-7)
+    assert_gradients(found, plain, 1e-7)
 
 
 def test_micro_batches_in_flight_do_not_disturb_each_other(gradients):
     loss, found = gradients(1, None, 2)
     one_loss, one = gradients(1)
     assert loss == pytest.approx(one_loss, rel=1e-6)
-    _assert_relative(found, one, EP_GRADIENT_TOLERANCE)
+    assert_gradients(found, one, EP_GRADIENT_TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -102,14 +130,3 @@ def test_neither_recompute_nor_evaluation_repeats_the_exchange(
         runs.table_collectives, released_checkpoint, documents, recompute, world_size=3, timeout=150
     ):
         assert counts == [3, 3]
-
-
-def _assert_relative(found: dict, wanted: dict, tolerance: float) -> None:
-    norms = {name: gradient.double().norm() for name, gradient in wanted.items() if gradient.is_floating_point()}
-    floor = 1e-6 * max(norms.values())
-    wrong = {}
-    for name, norm in norms.items():
-        error = (found[name].double() - wanted[name].double()).norm() / max(norm, floor)
-        if error > tolerance:
-            wrong[name] = error.item()
-    assert not wrong

@@ -411,18 +411,3 @@ def test_megatron_source_are_not_guessed_when_a_class_moved(monkeypatch):
         assert megatron_source.optimizer_fields() == frozenset()
     finally:
         megatron_source.optimizer_fields.cache_clear()
-
-
-@pytest.mark.parametrize(("response", "fits"), [(115, True), (116, False)])
-def test_sequences_beyond_the_dense_range_are_refused(model, argv, response, fits):
-    text = MODEL["text_config"] | {"indexer_budget": 128, "indexer_compress_ratio": 4}
-    (model / "config.json").write_text(json.dumps(MODEL | {"text_config": text}))
-    argv += [
-        "trainer.max_prompt_length=16",
-        "generator.max_input_length=16",
-        f"generator.sampling_params.max_generate_length={response}",
-    ]
-    if fits:
-        parse_args(argv)
-    else:
-        assert "exceed 131 tokens, up to which attention" in refused(argv)

@@ -1,4 +1,4 @@
-"""The right-padded view of a micro-batch."""
+"""The packed view of a micro-batch."""
 
 import pytest
 import torch
@@ -16,36 +16,40 @@ def padded(*rows: str) -> Documents:
 
 
 CASES = [
-    (packed(3, 1, 2), [[[1], [2], [3]], [[4], [0], [0]], [[5], [6], [0]]]),
-    (packed(2, 2), [[[1], [2]], [[3], [4]]]),
-    (packed(4), [[[1], [2], [3], [4]]]),
-    (packed(2, 0, 1), [[[1], [2]], [[0], [0]], [[3], [0]]]),
-    (padded("xx.", "xxx"), [[[1], [2], [0]], [[4], [5], [6]]]),
-    (padded(".xx", "..x"), [[[2], [3]], [[6], [0]]]),
-    (padded("xx", "xx"), [[[1], [2]], [[3], [4]]]),
-    (padded("..", "x."), [[[0]], [[3]]]),
+    (packed(3, 1, 2), [1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 0, 1]),
+    (packed(4), [1, 2, 3, 4], [0, 1, 2, 3]),
+    (packed(2, 0, 1), [1, 2, 3], [0, 1, 0]),
+    (Documents.from_rows(2, 2, torch.device("cpu")), [1, 2, 3, 4], [0, 1, 0, 1]),
+    (padded("xx.", "xxx"), [1, 2, 4, 5, 6], [0, 1, 0, 1, 2]),
+    (padded(".xx", "..x"), [2, 3, 6], [0, 1, 0]),
+    (padded("xx", "xx"), [1, 2, 3, 4], [0, 1, 0, 1]),
+    (padded("..", "x."), [3], [0]),
+    (padded("..", ".."), [], []),
 ]
 
 
-@pytest.mark.parametrize(("documents", "view"), CASES)
-def test_pad_cuts_at_documents_and_unpad_undoes_it(documents, view):
+@pytest.mark.parametrize(("documents", "view", "positions"), CASES)
+def test_the_packed_view_has_all_tokens_of_documents_one_after_the_other(documents, view, positions):
     """Token i of the micro-batch, counted row by row, holds i + 1."""
     count = documents.batch * documents.sequence
     x = (torch.arange(count) + 1.0).view(documents.batch, documents.sequence, 1).transpose(0, 1)  # [S, B, 1]
-    assert documents.pad(x).tolist() == view
-    real = torch.zeros(count, dtype=torch.bool)
-    real[documents.tokens if documents.tokens is not None else slice(None)] = True
-    expected = x * real.view(documents.batch, documents.sequence, 1).transpose(0, 1)
-    assert torch.equal(documents.unpad(documents.pad(x)), expected)
+    found = documents.pack(x)
+    assert found[:, 0].tolist() == view
+    assert documents.positions.tolist() == positions
+    assert torch.equal(documents.unpack(found), x * torch.isin(x, torch.tensor(view)))
+    starts = [start for start, _ in documents.bounds]
+    assert documents.cu_seqlens.tolist() == [*starts, len(view)]
+    assert [positions[start] for start, stop in documents.bounds if stop > start] == [0] * sum(
+        length > 0 for length in documents.lengths
+    )
 
 
-@pytest.mark.parametrize(("documents", "view"), CASES)
-def test_gradients_pass_through_real_tokens_alone(documents, view):
+@pytest.mark.parametrize(("documents", "view", "positions"), CASES)
+def test_gradients_pass_through_real_tokens_alone(documents, view, positions):
     x = torch.ones(documents.sequence, documents.batch, 1, requires_grad=True)
-    documents.unpad(2 * documents.pad(x)).sum().backward()
-    real = torch.zeros(documents.batch * documents.sequence)
-    real[documents.tokens if documents.tokens is not None else slice(None)] = 2
-    assert torch.equal(x.grad[..., 0].T.flatten(), real)
+    documents.unpack(2 * documents.pack(x)).sum().backward()
+    real = [2.0 if number + 1 in view else 0.0 for number in range(documents.batch * documents.sequence)]
+    assert x.grad[..., 0].T.flatten().tolist() == real
 
 
 @pytest.mark.parametrize("bounds", [[0, 3], [0, 5], [1, 4]])

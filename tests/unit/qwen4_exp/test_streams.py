@@ -175,7 +175,7 @@ def test_pitfall_8_gate_has_sign_and_square_root(row, gate):
         layer.value_proj.weight[:, 0] = 1.0
     rows = torch.zeros(1, 1, K, D)
     rows[0, 0, 0, 0] = row
-    context = ForwardContext(Documents((1,), 1, 1, None, None), Rows(rows))
+    context = ForwardContext(Documents.from_rows(1, 1, torch.device("cpu")), Rows(rows))
     found = layer(torch.ones(1, 1, N * H), context).flatten().tolist()
     assert found == pytest.approx([gate * row] * (N * H), abs=1e-5)
 
@@ -190,7 +190,7 @@ def test_pitfall_8_gate_has_a_floor():
         layer.key_proj.weight.fill_(1.0)
         layer.conv1d.weight.zero_()
     rows = torch.ones(1, 1, K, D)
-    context = ForwardContext(Documents((1,), 1, 1, None, None), Rows(rows))
+    context = ForwardContext(Documents.from_rows(1, 1, torch.device("cpu")), Rows(rows))
     found = layer(torch.ones(1, 1, N * H), context).flatten()
     value = layer.value_proj.weight.sum(1).repeat(N)
     torch.testing.assert_close(found / value, torch.full((N * H,), sigmoid(1e-3)), rtol=1e-7, atol=1e-7)
