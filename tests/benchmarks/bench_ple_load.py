@@ -3,7 +3,9 @@
     python tests/benchmarks/bench_ple_load.py --json load.json     (a shard of 2 GB, about a minute)
     python tests/benchmarks/bench_ple_load.py --quick              (a small one, to see that it runs)
 
-The file is in the page cache for all of them: what is measured is the code, not the disk.
+Loading is timed twice: with the file put out of the page cache before each reader (the disk's rate is the limit) and
+with it there (memory's is). "Throws away" reads into one small buffer again and again, "keeps" into fresh memory, as
+whoever needs the bytes afterwards must.
 """
 
 import argparse
@@ -42,7 +44,14 @@ def make_table(folder: Path, rows: int) -> Path:
     return path
 
 
-def read_plainly(path: Path) -> None:
+def forget(path: Path) -> None:
+    """Puts the file out of the page cache."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_and_throw_away(path: Path) -> None:
     """The whole file, piece by piece into one buffer."""
     buffer = bytearray(_PIECE_BYTES)
     with path.open("rb", buffering=0) as stream:
@@ -50,8 +59,8 @@ def read_plainly(path: Path) -> None:
             pass
 
 
-def read_into_fresh_memory(path: Path) -> None:
-    """The whole file into memory that was not touched before, as whoever keeps the bytes must."""
+def read_and_keep(path: Path) -> None:
+    """The whole file into memory that was not touched before."""
     memory = memoryview(torch.empty(path.stat().st_size, dtype=torch.uint8).numpy())
     with path.open("rb", buffering=0) as stream:
         done = 0
@@ -83,16 +92,20 @@ def main() -> int:
         source = TableSource.open(folder)
         everything = (source, 0, source.num_rows)
         loading: dict[str, Callable[[], Any]] = {
-            "plain reader": lambda: read_plainly(path),
-            "plain reader, fresh memory": lambda: read_into_fresh_memory(path),
+            "plain reader, throws away": lambda: read_and_throw_away(path),
+            "plain reader, keeps": lambda: read_and_keep(path),
             "pinned": lambda: HostRows(*everything),
             "mapped": lambda: MappedRows(*everything),
         }
         store, grown = machine.peak_memory(lambda: HostRows(*everything))
         taken: dict[str, list[float]] = {name: [] for name in loading}
+        cold: dict[str, list[float]] = {name: [] for name in loading}
         held = store.rows * store.row_bytes
         del store
         for _ in trange(arguments.rounds, desc="loading", disable=None):
+            for name, action in loading.items():
+                forget(path)
+                cold[name].append(seconds(action))
             for name, action in loading.items():
                 taken[name].append(seconds(action))
         store = HostRows(*everything)
@@ -110,20 +123,38 @@ def main() -> int:
         for _ in trange(5 * arguments.rounds, desc="gathering", disable=None):
             for name, action in gathering.items():
                 gathered[name].append(seconds(action))
-    rate = {name: held / statistics.median(times) / 1e9 for name, times in taken.items()}
+    rate, cold_rate = (
+        {name: held / statistics.median(times) / 1e9 for name, times in timed.items()} for timed in (taken, cold)
+    )
     rows_a_second = {name: len(numbers) / statistics.median(times) for name, times in gathered.items()}
     paired = lambda ours, theirs: statistics.median(b / a for a, b in zip(ours, theirs, strict=True))  # noqa: E731
-    loads = paired(taken["pinned"], taken["plain reader"])
+    loads = paired(taken["pinned"], taken["plain reader, keeps"])
+    cold_loads = paired(cold["pinned"], cold["plain reader, throws away"])
     gathers = paired(gathered["pinned"], gathered["sorted index_select"])
     allowed = 1.02 * held + (64 << 20)
     result = {
         "machine": machine.describe(),
         "cells": [
-            {"what": "loading", "bytes": held, "gigabytes_per_second": rate, "peak_bytes": grown},
+            {"what": "loading, from disk", "bytes": held, "gigabytes_per_second": cold_rate},
+            {
+                "what": "loading, from the page cache",
+                "bytes": held,
+                "gigabytes_per_second": rate,
+                "peak_bytes": grown,
+            },
             {"what": "gathering", "rows": len(numbers), "rows_per_second": rows_a_second},
         ],
         "targets": {
-            "loading, of a plain reader's rate": {"wanted": 0.8, "measured": loads, "met": loads >= 0.8},
+            "loading from disk, of the rate of a plain reader that throws away": {
+                "wanted": 0.8,
+                "measured": cold_loads,
+                "met": cold_loads >= 0.8,
+            },
+            "loading from the page cache, of the rate of a plain reader that keeps": {
+                "wanted": 0.8,
+                "measured": loads,
+                "met": loads >= 0.8,
+            },
             "peak memory, bytes": {"wanted": allowed, "measured": grown, "met": grown <= allowed},
             "seconds to open mapped": {
                 "wanted": 0.5,
@@ -133,8 +164,9 @@ def main() -> int:
             "gathering, of a sorted index_select's rate": {"wanted": 0.7, "measured": gathers, "met": gathers >= 0.7},
         },
     }
-    for name, value in rate.items():
-        print(f"{name:28}{value:10.2f} GB/s")
+    for where, rates in (("from disk", cold_rate), ("from the page cache", rate)):
+        for name, value in rates.items():
+            print(f"{name:28}{value:10.2f} GB/s {where}")
     for name, value in rows_a_second.items():
         print(f"{name:28}{value / 1e6:10.2f} M rows/s gathered")
     for name, target in result["targets"].items():
