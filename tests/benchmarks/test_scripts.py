@@ -30,4 +30,4 @@ def test_the_quick_form_writes_machine_cells_and_targets(script, tmp_path):
 
 
 def test_every_script_is_found():
-    assert SCRIPTS == ["bench_ple_load.py", "bench_ple_lookup.py", "simulate_exchange.py"]
+    assert SCRIPTS == ["bench_ple_load.py", "bench_ple_lookup.py", "bench_qsa.py", "simulate_exchange.py"]
