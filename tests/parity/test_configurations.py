@@ -1,7 +1,8 @@
 """The model against Transformers over random configurations: sizes, layer orders, heads, blocks and budgets.
 
 fp32, packed and left-padded, with the reference's selections; and the model's own selections. Tolerances: see
-`comparisons`.
+`comparisons`; in log-probs what fp32 resolves where that is more (in one of these configurations Transformers in fp32 is
+off by 7e-6 from itself in fp64).
 """
 
 import random
@@ -37,7 +38,7 @@ def configuration(seed: int) -> dict:
         "linear_key_head_dim": draw.choice((8, 16)),
         "linear_value_head_dim": draw.choice((8, 16, 24)),
         "linear_conv_kernel_dim": draw.choice((3, 4)),
-        "num_experts_per_tok": draw.choice((1, 2, 4)),
+        "num_experts_per_tok": draw.choice((2, 3, 4)),
         "hc_count": draw.choice((2, 4)),
         "hc_lowrank": draw.choice((4, 8)),
         "ple_conv_kernel_size": draw.choice((2, 4)),
@@ -56,30 +57,31 @@ def configuration(seed: int) -> dict:
 
 @pytest.fixture(scope="module", params=SEEDS, ids=lambda seed: f"seed{seed}")
 def case(request, tmp_path_factory):
-    """Checkpoint, documents (dense and sparse ones), and what Transformers says."""
+    """Checkpoint, documents (dense and sparse ones), what Transformers says, and the tolerance of log-probs."""
     changes = configuration(request.param)
     folder = checkpoints.make_text_checkpoint(tmp_path_factory.mktemp("configuration"), request.param, **changes)
     generator = torch.Generator().manual_seed(request.param)
     made = [
         torch.randint(0, checkpoints.VOCAB - 4, (length,), generator=generator).tolist() for length in (90, 3, 1, 41)
     ]
-    return folder, made, transformers_runs.run(folder, made)
+    reference = transformers_runs.run(folder, made)
+    return folder, made, reference, max(LOGPROB_TOLERANCE, transformers_runs.rounding(folder, made, reference))
 
 
 def test_logprobs_streams_and_selections(megatron_ranks, case):
-    checkpoint, documents, reference = case
+    checkpoint, documents, reference, tolerance = case
     (found,) = megatron_ranks.run(runs.observe, checkpoint, documents, reference.selections, world_size=1, timeout=150)
-    for name, tolerance in (("logprobs", LOGPROB_TOLERANCE), ("streams", STREAM_TOLERANCE)):
+    for name, allowed in (("logprobs", tolerance), ("streams", STREAM_TOLERANCE)):
         for one, other in zip(getattr(found, name), getattr(reference, name), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=tolerance)
+            torch.testing.assert_close(one, other, rtol=0, atol=allowed)
     assert sum(len(blocks) for chosen in found.selections for blocks in chosen.values()) > 0
     assert_selections(found.selections, reference.scores)
 
 
 def test_padded_rows(megatron_ranks, case):
-    checkpoint, documents, reference = case
+    checkpoint, documents, reference, tolerance = case
     (found,) = megatron_ranks.run(
         runs.logprobs, checkpoint, documents, reference.selections, "left", "rows", world_size=1, timeout=150
     )
     for scores, wanted in zip(found, reference.logprobs, strict=True):
-        torch.testing.assert_close(scores, wanted, rtol=0, atol=LOGPROB_TOLERANCE)
+        torch.testing.assert_close(scores, wanted, rtol=0, atol=tolerance)

@@ -28,10 +28,10 @@ class Reference:
     gradients: dict[str, Tensor]
 
 
-def run(checkpoint: Path, documents: list[list[int]], dtype: torch.dtype = torch.float32) -> Reference:
+def run(checkpoint: Path, documents: list[list[int]]) -> Reference:
     from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpForCausalLM
 
-    model = Qwen4ExpForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="sdpa")
+    model = Qwen4ExpForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, attn_implementation="sdpa")
     selections: dict[int, Tensor] = {}
     scores: dict[int, Tensor] = {}
     streams: list[Tensor] = []
@@ -52,7 +52,7 @@ def run(checkpoint: Path, documents: list[list[int]], dtype: torch.dtype = torch
     for document in documents:
         streams.clear()
         ids = torch.tensor([document])
-        logprobs = model(ids).logits[0].float().log_softmax(-1)
+        logprobs = model(ids).logits[0].log_softmax(-1)
         found.logprobs.append(logprobs.detach())
         found.streams.append(torch.stack(streams))
         found.selections.append(dict(selections))
@@ -62,6 +62,18 @@ def run(checkpoint: Path, documents: list[list[int]], dtype: torch.dtype = torch
         found.loss += loss.item()
     found.gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return found
+
+
+@torch.no_grad()
+def rounding(checkpoint: Path, documents: list[list[int]], reference: Reference) -> float:
+    """How far Transformers' log-probs in fp32 are from its own in fp64: what fp32 resolves in this configuration."""
+    from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpForCausalLM
+
+    # Its grouped experts know no fp64.
+    options = {"attn_implementation": "sdpa", "experts_implementation": "eager"}
+    model = Qwen4ExpForCausalLM.from_pretrained(checkpoint, dtype=torch.float64, **options)
+    exact = [model(torch.tensor([document])).logits[0].log_softmax(-1) for document in documents]
+    return max((one - other).abs().max().item() for one, other in zip(reference.logprobs, exact, strict=True))
 
 
 def _first(output: Tensor | tuple) -> Tensor:
