@@ -1,8 +1,8 @@
 """The model against Transformers over random configurations: sizes, layer orders, heads, blocks and budgets.
 
 fp32, packed and left-padded, with the reference's selections; and the model's own selections. Tolerances: see
-`comparisons`; in log-probs what fp32 resolves where that is more (in one of these configurations Transformers in fp32 is
-off by 7e-6 from itself in fp64).
+`comparisons`; in log-probs what fp32 resolves where that is more (in one of these configurations Transformers in fp32
+is off by 7e-6 from itself in fp64).
 """
 
 import random
