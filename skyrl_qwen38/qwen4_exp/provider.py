@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import torch.distributed as dist
 from megatron.bridge.models.gpt_provider import GPTModelProvider
@@ -12,6 +13,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from skyrl_qwen38.ple import HeadShardedTable, NgramHasher
 from skyrl_qwen38.qwen4_exp.layer_specs import qwen4_exp_block_spec
 from skyrl_qwen38.qwen4_exp.model import Qwen4ExpModel, RowsTable
+from skyrl_qwen38.qwen4_exp.qsa.attention import SelectedAttention
 
 
 def build_ple_table(source: str, hasher: NgramHasher, group: dist.ProcessGroup) -> RowsTable:
@@ -68,6 +70,9 @@ class Qwen4ExpProvider(GPTModelProvider):
     indexer_head_dim: int = 128
     indexer_budget: int = 2048
     indexer_compress_ratio: int = 4
+
+    qsa_attention: SelectedAttention = "auto"
+    """The kernel for documents beyond the dense range."""
 
     def finalize(self) -> None:
         """Settles what the machine lacks: without Transformer Engine neither grouped GEMM nor the fused kernels."""
@@ -138,6 +143,10 @@ class Qwen4ExpProvider(GPTModelProvider):
             raise ValueError(
                 f"linear_attention_freq lists {len(self.linear_attention_freq)} layer kinds for "
                 f"num_layers={self.num_layers}: give one for each layer."
+            )
+        if self.qsa_attention not in get_args(SelectedAttention):
+            raise ValueError(
+                f"qsa_attention={self.qsa_attention!r} is not known: choose {', '.join(get_args(SelectedAttention))}."
             )
         if not self.ple_checkpoint:
             raise ValueError("ple_checkpoint is empty: name the folder or hub id that holds the n-gram table.")

@@ -1,5 +1,7 @@
 """Qwen sparse attention: in each document, a query's blocks of keys as the indexer has chosen them."""
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -10,12 +12,22 @@ from torch import Tensor, nn
 
 from skyrl_qwen38.qwen4_exp.documents import Documents, ForwardContext
 from skyrl_qwen38.qwen4_exp.qsa.chunked import chunked_attention
+from skyrl_qwen38.qwen4_exp.qsa.flex import flex_document_attention
 from skyrl_qwen38.qwen4_exp.qsa.indexer import Indexer
 from skyrl_qwen38.qwen4_exp.qsa.selection import Selection, SelectionTape
 
+SelectedAttention = Literal["auto", "flex", "chunked"]
+"""How a selection is attended to; ``auto`` is ``flex`` on GPUs and ``chunked`` elsewhere."""
+
 
 def document_attention(
-    query: Tensor, key: Tensor, value: Tensor, documents: Documents, selection: Selection | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: Documents,
+    selection: Selection | None,
+    scale: float,
+    kernel: SelectedAttention = "auto",
 ) -> Tensor:
     """Causal softmax attention over the selected keys of the query's own document.
 
@@ -23,12 +35,18 @@ def document_attention(
         query: ``[T, heads, d]``, packed.
         key, value: ``[T, groups, d]``.
         selection: None where every document is in the dense range.
+        kernel: for a selection; without one attention is dense.
 
     Returns:
         ``[T, heads, d]``
+
+    Raises:
+        ValueError: a gradient is wanted of ``flex`` on CPU.
     """
     if selection is None:
         return _dense(query, key, value, documents.bounds, scale)
+    if kernel == "flex" or (kernel == "auto" and query.is_cuda):
+        return flex_document_attention(query, key, value, documents, selection, scale)
     heads = [(start, min(stop, start + selection.first)) for start, stop in documents.bounds]
     dense = _dense(query, key, value, heads, scale).split([stop - start for start, stop in heads])
     parts = []
@@ -86,6 +104,7 @@ class DocumentAttention(nn.Module):
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **kwargs) -> None:
         super().__init__()
         self.softmax_scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.kernel: SelectedAttention = config.qsa_attention
 
     def forward(
         self,
@@ -103,11 +122,11 @@ class DocumentAttention(nn.Module):
         A packed row comes without its B of 1, ``[S, heads, d]``, and leaves as ``[S, heads*d]``.
         """
         if query.dim() == 3:
-            output = document_attention(query, key, value, *attention_bias, self.softmax_scale)
+            output = document_attention(query, key, value, *attention_bias, self.softmax_scale, self.kernel)
             return output.flatten(1)
         documents = attention_bias[0]
         packed = (documents.pack(x) for x in (query, key, value))
-        output = document_attention(*packed, *attention_bias, self.softmax_scale)
+        output = document_attention(*packed, *attention_bias, self.softmax_scale, self.kernel)
         return documents.unpack(output.flatten(1)).contiguous()
 
 
