@@ -328,6 +328,11 @@ def _check_cpu(config: Config, uses_reference: bool) -> None:
             f"trainer.policy.model.lora.rank={rank} is not supported with trainer.qwen38.device=cpu, whose rollout "
             "engine takes full weights only; set it to 0"
         )
+    if config.trainer.policy.megatron_config.transformer_config_kwargs.get("qsa_attention") == "flex":
+        raise ConfigError(
+            "trainer.policy.megatron_config.transformer_config_kwargs.qsa_attention=flex cannot train with "
+            "trainer.qwen38.device=cpu, where it has no backward pass; set it to chunked"
+        )
     if placement.colocate_all:
         raise ConfigError(
             "trainer.placement.colocate_all=true needs GPUs that training and rollouts share; with "

@@ -71,8 +71,8 @@ class Qwen4ExpProvider(GPTModelProvider):
     indexer_budget: int = 2048
     indexer_compress_ratio: int = 4
 
-    qsa_attention: SelectedAttention = "auto"
-    """The kernel for documents beyond the dense range."""
+    qsa_attention: SelectedAttention = "chunked"
+    """The kernel for documents beyond the dense range: ``chunked``, or ``flex`` (on CPU without a backward pass)."""
 
     def finalize(self) -> None:
         """Settles what the machine lacks: without Transformer Engine neither grouped GEMM nor the fused kernels."""

@@ -110,10 +110,17 @@ def tape_of(provider: Any, selections: list[dict[int, Tensor]]) -> Any:
 
 @torch.no_grad()
 def logprobs(
-    rank: int, world_size: int, checkpoint: Path, documents: list, selections: list, form: str, table: str
+    rank: int,
+    world_size: int,
+    checkpoint: Path,
+    documents: list,
+    selections: list,
+    form: str,
+    table: str,
+    attention: str = "chunked",
 ) -> list[Tensor]:
     """Log-probs of this rank's documents (every world_size-th), as "packed", "right" or "left" padded rows."""
-    built = build(checkpoint, table)
+    built = build(checkpoint, table, qsa_attention=attention)
     model, tape = built.model.eval(), tape_of(built.provider, selections[rank::world_size])
     own = documents[rank::world_size]
     logits = packed_logits(model, own, tape) if form == "packed" else padded_logits(model, own, form, tape)

@@ -106,7 +106,7 @@ def _constants(built: runs.Built) -> dict:
         ({"should_pad_vocab": True}, "should_pad_vocab is not supported"),
         ({"ple_layer_ids": (2, 3)}, "names 2 layers"),
         ({"linear_attention_freq": [1, 1, 1]}, "lists 3 layer kinds for num_layers=4"),
-        ({"qsa_attention": "fast"}, "qsa_attention='fast' is not known: choose auto, flex, chunked"),
+        ({"qsa_attention": "fast"}, "qsa_attention='fast' is not known: choose chunked, flex"),
         ({"ple_checkpoint": ""}, "ple_checkpoint is empty"),
     ],
 )

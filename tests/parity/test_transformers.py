@@ -18,6 +18,7 @@ from tests.parity.comparisons import (
     assert_selections,
     relative_errors,
 )
+from tests.ranks import RankError
 
 EP_GRADIENT_TOLERANCE = 5e-6
 # Of these documents: Transformers in fp32 differs by 3e-5 from itself in fp64 there.
@@ -25,24 +26,46 @@ GATED_TOLERANCE = 6e-5
 
 
 @pytest.mark.parametrize(
-    ("ep", "form", "table"),
+    ("ep", "form", "table", "attention"),
     [
-        (1, "packed", "rows"),
-        (1, "right", "rows"),
-        (1, "left", "heads"),
-        (2, "packed", "heads"),
-        (2, "right", "rows"),
-        (3, "packed", "rows"),
-        (3, "left", "rows"),
+        (1, "packed", "rows", "chunked"),
+        (1, "packed", "rows", "flex"),
+        (1, "right", "rows", "chunked"),
+        (1, "left", "heads", "chunked"),
+        (2, "packed", "heads", "chunked"),
+        (2, "right", "rows", "flex"),
+        (3, "packed", "rows", "chunked"),
+        (3, "left", "rows", "chunked"),
     ],
 )
-def test_logprobs(megatron_ranks, text_checkpoint, documents, reference, ep, form, table):
+def test_logprobs(megatron_ranks, text_checkpoint, documents, reference, ep, form, table, attention):
     by_rank = megatron_ranks.run(
-        runs.logprobs, text_checkpoint, documents, reference.selections, form, table, world_size=ep, timeout=150
+        runs.logprobs,
+        text_checkpoint,
+        documents,
+        reference.selections,
+        form,
+        table,
+        attention,
+        world_size=ep,
+        timeout=150,
     )
     for rank, found in enumerate(by_rank):
         for scores, wanted in zip(found, reference.logprobs[rank::ep], strict=True):
             torch.testing.assert_close(scores, wanted, rtol=0, atol=LOGPROB_TOLERANCE)
+
+
+def test_training_with_flex_attention_is_refused_on_cpu(megatron_ranks, text_checkpoint, documents, reference):
+    with pytest.raises(RankError, match="qsa_attention=flex has no backward pass on CPU"):
+        megatron_ranks.run(
+            runs.loss_and_gradients,
+            text_checkpoint,
+            documents,
+            reference.selections,
+            {"qsa_attention": "flex"},
+            world_size=1,
+            timeout=150,
+        )
 
 
 def test_every_layers_streams_and_what_attention_selects(megatron_ranks, text_checkpoint, documents, reference):

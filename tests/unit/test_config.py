@@ -147,6 +147,7 @@ def test_every_patch_has_a_flag_and_every_flag_a_patch():
         ("trainer.qwen38.patches.bridge_peft_names=false", "lacks two functions that SkyRL imports; leave it on"),
         ("trainer.qwen38.patches.qwen4_exp_bridge=false", "lacks a bridge for qwen4_exp; leave it on"),
         (f"{MEGATRON}.transformer_config_kwargs.attention_backnd=flash", "did you mean attention_backend?"),
+        (f"{MEGATRON}.transformer_config_kwargs.qsa_attention=flex", "has no backward pass; set it to chunked"),
         (f"{MEGATRON}.optimizer_config_kwargs.adam_epss=1e-8", "did you mean adam_eps?"),
         (
             "trainer.policy.model.lora.rank=8",
@@ -179,6 +180,7 @@ def test_a_wrong_setting_is_one_clear_sentence(argv, override, sentence):
         "trainer.use_sample_packing=false",  # renamed
         "trainer.policy.model.lora.target_modules=[linear_qkv,linear_proj]",  # documented as a list, annotated as text
         f"{MEGATRON}.transformer_config_kwargs.attention_backend=unfused",
+        f"{MEGATRON}.transformer_config_kwargs.qsa_attention=chunked",
         f"{MEGATRON}.optimizer_config_kwargs.params_dtype=float32",
         "generator.inference_engine.engine_init_kwargs.anything=1",
         "trainer.policy.optimizer_config.lr=3e-3",

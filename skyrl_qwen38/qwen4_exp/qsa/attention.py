@@ -16,8 +16,8 @@ from skyrl_qwen38.qwen4_exp.qsa.flex import flex_document_attention
 from skyrl_qwen38.qwen4_exp.qsa.indexer import Indexer
 from skyrl_qwen38.qwen4_exp.qsa.selection import Selection, SelectionTape
 
-SelectedAttention = Literal["auto", "flex", "chunked"]
-"""How a selection is attended to; ``auto`` is ``flex`` on GPUs and ``chunked`` elsewhere."""
+SelectedAttention = Literal["chunked", "flex"]
+"""How a selection is attended to."""
 
 
 def document_attention(
@@ -27,7 +27,7 @@ def document_attention(
     documents: Documents,
     selection: Selection | None,
     scale: float,
-    kernel: SelectedAttention = "auto",
+    kernel: SelectedAttention = "chunked",
 ) -> Tensor:
     """Causal softmax attention over the selected keys of the query's own document.
 
@@ -45,7 +45,7 @@ def document_attention(
     """
     if selection is None:
         return _dense(query, key, value, documents.bounds, scale)
-    if kernel == "flex" or (kernel == "auto" and query.is_cuda):
+    if kernel == "flex":
         return flex_document_attention(query, key, value, documents, selection, scale)
     heads = [(start, min(stop, start + selection.first)) for start, stop in documents.bounds]
     dense = _dense(query, key, value, heads, scale).split([stop - start for start, stop in heads])
