@@ -17,10 +17,12 @@ from skyrl_qwen38.qwen4_exp.qsa.selection import Selection
 
 ROOT = Path(__file__).parents[3]
 BUDGET, RATIO = 16, 4
+EARLY = 32  # blocks: in a document that starts at token 2 the last of them lies across the first two tiles
 ROWS = [
     (200,),
     (333,),
     (129, 0, 1, 20, 21),
+    (2, 600),
     *[(40 + 13 * i, 5, 150 + 61 * i, 1 + i) for i in range(19)],
 ]
 
@@ -40,9 +42,12 @@ def _case(lengths: tuple[int, ...]) -> tuple[list[torch.Tensor], Documents, Sele
     generator = torch.Generator().manual_seed(sum(lengths))
     first, kept = BUDGET + RATIO - 1, BUDGET // RATIO
     blocks = []
-    for length in lengths:
+    for number, length in enumerate(lengths):
+        # Every second document keeps early blocks only, so that whole tiles are skipped.
+        last = EARLY if number % 2 else length
         rows = [
-            torch.randperm((t + 1) // RATIO, generator=generator)[:kept].sort().values for t in range(first, length)
+            torch.randperm(min((t + 1) // RATIO, last), generator=generator)[:kept].sort().values
+            for t in range(first, length)
         ]
         blocks.append(torch.stack(rows).int() if rows else torch.zeros(0, kept, dtype=torch.int32))
     documents = Documents.from_cu_seqlens(torch.tensor([0, *lengths]).cumsum(0), sum(lengths))
